@@ -8,7 +8,7 @@
 
 Every case runs on the same inputs in the same process: ours by the public function with the kernel forced by name,
 FlashMLA (the `flash_mla` module of sgl-flash-mla) called as SGLang calls it, its schedule made outside the timed part.
-A chunk over FP8 rows runs as in the attention backend: where `dsv4_kernels.unpack.choice` says so, its workspace and
+A chunk over FP8 rows runs as in the attention backend: where `sparse_attention.unpacking` says so, its workspace and
 its request's pages are unpacked first, in the timed part ("rows" of the result: "unpacked"; `--no-unpack` never does).
 `flashmla_unpacked` is FlashMLA's sparse prefill, which SGLang calls for bf16 rows only, after the same unpacking.
 FlashMLA takes 64 heads or 128; fewer are padded, as SGLang does, outside of the timed part.
@@ -67,9 +67,9 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
+from dsv4_kernels.sparse_attention import unpacking
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import choice
 
 WRONG = 0.02
 LARGE_US = 25.0
@@ -110,8 +110,8 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     """
     sets = build(case, pools, number_of_sets(case, l2_bytes(options.device)))
     chunks = unpacked_chunks(sets, case, options.impl) if case.prefill and case.fp8 else []
-    unpacks = bool(chunks) and options.unpack and choice.helps(options.impl)
-    unpacks = unpacks and choice.pays(unpacked_rows(case), sets[0].keys(), case.heads)
+    unpacks = bool(chunks) and options.unpack and unpacking.helps(options.impl)
+    unpacks = unpacks and unpacking.pays(unpacked_rows(case), sets[0].keys(), case.heads)
     split_keys = None if case.prefill else options.split_keys
     if unpacks:
         contenders = {"ours": ours_unpacked(chunks, options.impl)}

@@ -3,7 +3,7 @@
 Which kernel a call runs depends on its tokens, the widths of its lists, heads and multiprocessors, in ways that only
 the attention's host code knows. So compile jobs are found by making a call of each kind, on rows of zeros, and noting
 the kernels that are missing. A large prefill chunk over FP8 rows has them unpacked and attends to bf16 rows
-(`dsv4_kernels.unpack.choice`): those calls are included.
+(`dsv4_kernels.sparse_attention.unpacking`): those calls are included.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.model_shapes import AttentionLayer, AttentionShapes, ModelShapes
-from dsv4_kernels.sparse_attention import sparse_attention
+from dsv4_kernels.sparse_attention import sparse_attention, unpacking
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.unpack import Pages, unpack_pages
 
 LIST_ENTRIES = (512, 2 * DECODE_SPLIT_KEYS)
 PAGE_TABLE_ENTRIES = (128, 512, 2 * DECODE_SPLIT_KEYS)
@@ -63,7 +63,7 @@ def calls(shapes: AttentionShapes, kernel: str, layer: AttentionLayer, split_key
     is_prefill = split_keys == splits()[-1]
     for entries, tokens in itertools.product(_entries(layer), TOKENS):
         yield Call(layer, split_keys, entries, tokens, False)
-        if is_prefill and choice.helps(kernel) and may_unpack(shapes, entries, tokens):
+        if is_prefill and unpacking.helps(kernel) and may_unpack(shapes, entries, tokens):
             yield Call(layer, split_keys, entries, tokens, True)
 
 
@@ -80,7 +80,7 @@ def may_unpack(shapes: AttentionShapes, entries: int, tokens: int) -> bool:
     """
     if shapes.row_format is not RowFormat.FP8:
         return False
-    return choice.pays(tokens, tokens * (shapes.window_tokens + entries), shapes.heads)
+    return unpacking.pays(tokens, tokens * (shapes.window_tokens + entries), shapes.heads)
 
 
 def run(call: Call, shapes: AttentionShapes) -> None:

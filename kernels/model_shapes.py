@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from dsv4_kernels.kv_layout import RowFormat
-    from dsv4_kernels.step_mapping import StepLayout
+    from dsv4_kernels.step_mapping.layout import StepLayout
 
 
 class Option(Enum):

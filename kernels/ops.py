@@ -124,7 +124,7 @@ ELEMENTWISE = _Reference(batch_invariant=True)
 SHAPED = _Reference()
 """Reference with a product or a sum: on a GPU PyTorch chooses the order of summation by the shape."""
 WAITING = _Reference(graph_safe=False)
-"""As SHAPED; it also reads a length or a list back from the device."""
+"""Reference like SHAPED that also reads a length or a list back from the device."""
 PRODUCT = _Reference(batch_invariant_on_cpu=False)
 """Reference of a product of PyTorch's, whose order depends on the shape on a CPU, too."""
 

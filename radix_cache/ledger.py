@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Match:
-    """Where a prefix match ended. The waiting request owns it, and after `admit` the ledger."""
+    """The end of a prefix match. The waiting request owns it, and after `admit` the ledger."""
 
     prompt_tokens: int
     tail_id: int | None  # the tail at `position`
@@ -69,7 +69,7 @@ class _Request:
 
     @property
     def branch(self) -> int | None:
-        """Where the request left a stored stretch without finding a tail: a learned branch point."""
+        """The position where the request left a stored stretch without finding a tail: a learned branch point."""
         match = self.match
         return match.block_tokens if match and match.block_tokens > match.position else None
 

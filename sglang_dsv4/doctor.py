@@ -1,8 +1,8 @@
-"""What is live, what the memory is spent on, and what a cache of that size keeps.
+"""Report the installation, the memory plan of a checkpoint, and the state of a running server.
 
 python -m sglang_dsv4.doctor                                  the installation
 python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
-                                                              and the plan for a checkpoint
+                                                              and the memory plan of a checkpoint
 python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running server
 """
 
@@ -23,7 +23,7 @@ from dsv4_kernels.host import compile_cache
 from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.moe.sm90.workspace import workspace_bytes
-from dsv4_kernels.unpack import choice
+from dsv4_kernels.sparse_attention import unpacking
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu import shims
@@ -36,7 +36,7 @@ CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 
 
 def installation() -> list[str]:
-    """Versions, whether the plugin runs, and which implementation each op would take here."""
+    """The lines on versions, whether the plugin runs, and which implementation of each op the registry chooses here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, tested = compat.sglang_version(), compat.TESTED_SGLANG
     verdict = "the tested version" if found == tested else f"NOT the tested version, {tested}: the server will refuse"
@@ -46,7 +46,7 @@ def installation() -> list[str]:
         f"entry points: {shims.why_sglang_does_not_load_us() or 'installed, SGLang finds this package'}",
         f"torch {torch.__version__} on {torch.cuda.get_device_name() if device.type == 'cuda' else 'a CPU'}",
         f"compiled kernels: {_kernel_folder()}",
-        "ops in bf16, taken of those that there are:",
+        "implementation of each op in bf16, of those available:",
     ]
     for op in registry.ops():
         taken = registry.chosen(op, device, torch.bfloat16)
@@ -63,10 +63,10 @@ def _kernel_folder() -> str:
 
 
 def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
-    """The pools' dimensions for a checkpoint served whole, with FP8 rows (as on a GPU) or plain ones.
+    """The pools' dimensions for a whole checkpoint on one rank, with FP8 rows (as on a GPU) or plain rows.
 
     Raises:
-        OSError, ValueError: there is no config.json, or it can't be served.
+        OSError, ValueError: there is no config.json, or the model can't be served.
     """
     config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
     return PoolGeometry(
@@ -80,8 +80,8 @@ def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
     )
 
 
-def _of_experts(model: Path, tokens: int) -> int:
-    """Workspace of a layer's routed experts on Hopper, all of them on one rank."""
+def _expert_workspace_bytes(model: Path, tokens: int) -> int:
+    """Bytes of the workspace of a layer's routed experts on Hopper, with all experts on one rank."""
     config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
     return workspace_bytes(
         tokens,
@@ -95,10 +95,10 @@ def _of_experts(model: Path, tokens: int) -> int:
 def plan(
     model: Path, tokens: int, requests: int, rows: str, hicache_ratio: float = 2.0, hicache_size: float = 0
 ) -> list[str]:
-    """The memory plan of a checkpoint, and what would be kept under it.
+    """The lines on a checkpoint's memory plan, and on the prefixes that fit into it.
 
     Raises:
-        ValueError: a config that can't be served.
+        ValueError: the config can't be served.
     """
     from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
 
@@ -108,20 +108,18 @@ def plan(
     slots = options.slots_on_device(tokens, requests + 1)
     plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
     host = options.slots_on_host(slots, int(plan.bytes_per_tail))
-    lines = [
-        plan.table(),
-        *(
-            [
-                f"beside the pools, during a prefill: up to {format_bytes(choice.MAX_BYTES)} of unpacked rows and "
-                f"{format_bytes(SCRATCH_BYTES)} of index scores",
-                f"with --moe-runner-backend dsv4 on one Hopper GPU: {format_bytes(_of_experts(model, 8192))} for a "
-                f"chunk of 8,192 tokens, {format_bytes(_of_experts(model, 64))} for a step of 64 requests",
-            ]
-            if fp8
-            else []
-        ),
+    lines = [plan.table()]
+    if fp8:
+        chunk, step = (format_bytes(_expert_workspace_bytes(model, tokens)) for tokens in (8192, 64))
+        lines += [
+            f"in addition to the pools, during a prefill: up to {format_bytes(unpacking.MAX_BYTES)} of unpacked rows "
+            f"and {format_bytes(SCRATCH_BYTES)} of index scores",
+            f"with --moe-runner-backend dsv4 on one Hopper GPU: {chunk} for a chunk of 8,192 tokens, {step} for a "
+            "decode step of 64 requests",
+        ]
+    lines += [
         "",
-        f"tail checkpoints: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
+        f"tails: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
         f"{host:,} in host memory ({format_bytes(host * plan.bytes_per_tail)})",
     ]
     slot_bytes, token_bytes = plan.bytes_per_tail, plan.bytes_per_token
@@ -131,8 +129,8 @@ def plan(
     flag = f"--hicache-size {hicache_size:g}" if hicache_size else f"--hicache-ratio {hicache_ratio:g}"
     lines += [
         f"with --enable-hierarchical-cache {flag}: {host_tokens:,} tokens in host memory "
-        f"({format_bytes(host_tokens * token_bytes)}) and {tails:,} checkpoints ({format_bytes(tails * slot_bytes)})",
-        f"{'conversation':>14} {'kept whole':>11} {'in host memory':>15} {'checkpoints each':>17} {'file bytes':>15}",
+        f"({format_bytes(host_tokens * token_bytes)}) and {tails:,} tails ({format_bytes(tails * slot_bytes)})",
+        f"{'conversation':>14} {'kept whole':>11} {'in host memory':>15} {'tails each':>17} {'file bytes':>15}",
     ]
     for length in CONVERSATIONS:
         if length <= max(tokens, host_tokens):
@@ -141,17 +139,17 @@ def plan(
             kept, beyond = tokens // length, min(host_tokens // length, tails)
             lines.append(f"{length:>14,} {kept:>11,} {beyond:>15,} {each:>17,} {stored:>15}")
     lines.append(
-        "A conversation needs one checkpoint, its end, to be continued; the others bound what a divergence inside it "
-        "costs."
+        "A conversation needs one tail, at its end, to be continued. The others limit how many tokens are computed "
+        "again after a divergence."
     )
     return lines
 
 
 def server(url: str) -> list[str]:
-    """What a running server says of itself.
+    """The lines on a running server: its arguments and this package's metrics.
 
     Raises:
-        ConnectionError: nobody answers there.
+        ConnectionError: no server answers at the URL.
     """
     lines = []
     try:
@@ -170,15 +168,17 @@ def server(url: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 1 if something that was asked for is missing."""
+    """Print the report; returns 1 if the checkpoint or the server is missing, else 0."""
     parser = argparse.ArgumentParser(prog="python -m sglang_dsv4.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", type=Path, help="a checkpoint's folder")
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens of the pool (--max-total-tokens)")
     parser.add_argument("--requests", type=int, default=32, help="running requests (--max-running-requests)")
     parser.add_argument("--rows", choices=("fp8", "plain"), default="fp8" if torch.cuda.is_available() else "plain")
-    parser.add_argument("--hicache-ratio", type=float, default=2.0, help="tokens in host memory for each of the pool")
-    parser.add_argument("--hicache-size", type=float, default=0, help="GB of host memory for prefixes, instead")
-    parser.add_argument("--url", help="of a running server")
+    parser.add_argument("--hicache-ratio", type=float, default=2.0, help="tokens in host memory per token of the pool")
+    parser.add_argument(
+        "--hicache-size", type=float, default=0, help="GB of host memory for prefixes, instead of the ratio"
+    )
+    parser.add_argument("--url", help="a running server")
     chosen = parser.parse_args(arguments)
     print("\n".join(installation()))
     try:

@@ -65,12 +65,6 @@ SWITCHES = (
         form="`ref`, `sm90`, `sm100`",
     ),
     Switch(
-        "SGLANG_DSV4_SIDE_STREAM",
-        ("on", "off"),
-        "off",
-        "on: in CUDA graphs of up to 32 tokens independent parts of a sublayer run on a second stream",
-    ),
-    Switch(
         "SGLANG_DSV4_SEQUENCE_PARALLEL",
         ("on", "off"),
         "off",
@@ -85,15 +79,9 @@ SWITCHES = (
     ),
     Switch(
         "SGLANG_DSV4_WO_A",
-        ("bf16", "fp8", "both", "auto"),
-        "auto",
-        "the formats in which wo_a is kept on Hopper; auto: both for an FP8 checkpoint, else bf16",
-    ),
-    Switch(
-        "SGLANG_DSV4_FP8_LINEAR",
-        ("sm90", "deepgemm"),
-        "sm90 on Hopper where SGLang's product is DeepGEMM, else deepgemm",
-        "the product of FP8 linear layers of at most 64 tokens",
+        ("both", "fp8", "bf16"),
+        "both on Hopper with an FP8 checkpoint, else bf16",
+        "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(
         "SGLANG_DSV4_COMPARE_ATTENTION",

@@ -41,7 +41,7 @@ def setup() -> None:
 
 
 def processes() -> set[Process]:
-    """What this process is. One that does everything itself, as in a test, is all of them."""
+    """The kinds of process that this one is: several, if it is launcher and scheduler at once, as in some tests."""
     here = {Process.EVERY}
     if multiprocessing.parent_process() is None:
         here.add(Process.LAUNCHER)

@@ -1,4 +1,4 @@
-"""`make test` does not pass by skipping: a module that tests skip without is one that it demands."""
+"""`make test` does not pass by skipping: it demands every module whose absence makes tests skip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def demanded() -> set[str]:
-    """Modules that the Makefile names."""
+    """Return the modules that the Makefile demands."""
     line = re.search(r'^TEST_NEEDS := DSV4_TESTS_NEED="([^"]*)"$', (ROOT / "Makefile").read_text(), re.M)
     return set(line[1].split())
 

@@ -1,4 +1,4 @@
-"""What a user gets from the wheel, as opposed to what works in the checkout."""
+"""The installed wheel: its modules, entry points and requirements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDERS = {"sglang_dsv4": "sglang_dsv4", "dsv4_kernels": "kernels", "dsv4_radix_
 
 
 def source_modules() -> set[str]:
-    """Dotted names of every module in the checkout, by the names they are imported under."""
+    """Return the dotted import names of every module in the checkout."""
     names = set()
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -29,7 +29,7 @@ def source_modules() -> set[str]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    # The installed setuptools: building must not need a network.
+    # Building with the installed setuptools needs no network.
     command = [
         sys.executable,
         "-m",
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """site-packages of an environment that holds the wheel and nothing else of ours."""
+    """Return the site-packages of an environment that holds the wheel and nothing else of ours."""
     target = tmp_path_factory.mktemp("venv")
     venv.create(target, with_pip=False)
     site = next((target / "lib").glob("python*/site-packages"))
@@ -71,13 +71,13 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_has_no_top_level_kernels_module(wheel: Path) -> None:
-    """SGLang imports the PyPI package `kernels` inside a try; ours must never answer to that name."""
+    """SGLang imports the PyPI package `kernels` inside a try, so no module of ours may have that name."""
     with zipfile.ZipFile(wheel) as archive:
         assert {name.split("/")[0] for name in archive.namelist() if ".dist-info" not in name} == set(FOLDERS)
 
 
 def test_a_later_python_may_install_the_wheel(wheel: Path) -> None:
-    """A GPU host with Python 3.12 was refused; only the CPU set-up (setup_venv.sh) needs 3.11 itself."""
+    """A GPU host with Python 3.12 was refused, although only the CPU set-up (setup_venv.sh) needs 3.11."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
         assert "Requires-Python: >=3.11\n" in archive.read(name).decode()

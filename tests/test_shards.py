@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import subprocess
@@ -66,3 +67,12 @@ def test_tests_that_time_leaves_out_are_named() -> None:
 def test_a_shard_that_is_none_ends_pytest() -> None:
     result = run_pytest("--shard", "9/8")
     assert result.returncode == pytest.ExitCode.USAGE_ERROR and "--shard: a shard is K/N" in result.stderr
+
+
+def test_files_that_the_distribution_names_exist() -> None:
+    """A file that has moved would lose its turn, or its tests the process that may start servers."""
+    tree = ast.parse((ROOT / "tests" / "conftest.py").read_text())
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    named = {text for text in strings if isinstance(text, str) and text.startswith("tests/") and " " not in text}
+    assert len(named) > 10
+    assert not [text for text in named if not (ROOT / text).exists()]

@@ -58,7 +58,7 @@ _may_compile = True
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a kernel came from, and how long that took."""
+    """The source of a kernel (compiler or disk), and how long it took."""
 
     name: str
     config: str
@@ -174,7 +174,7 @@ class _Stored:
 
     object: Path
     facts: dict[str, Any]
-    """What the object was made from; a hash of it is in the object's name."""
+    """The inputs that the object was made from; a hash of them is in the object's name."""
 
     @staticmethod
     def at(folder: Path | None, name: str, config: str, arch: str) -> _Stored | None:

@@ -262,7 +262,7 @@ def work() -> None:
     """A worker's main loop: reads compile jobs from standard input until it closes, and answers (is it on disk?,
     error)."""
     answers: IO[Any] = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what compilers print belongs to the log
+    os.dup2(2, 1)  # compilers' output belongs to the log
     logging.basicConfig(level=logging.WARNING, format="compiling kernels: %(message)s")
     while True:
         try:

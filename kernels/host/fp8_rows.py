@@ -17,7 +17,7 @@ CHUNK = 8
 
 
 class Codes(NamedTuple):
-    """Where a kernel writes codes and scales; addresses are Int64."""
+    """Addresses at which a kernel writes codes and scales, Int64, and the dimensions of the result."""
 
     codes: Int64  # e4m3, contiguous
     scales: Int64  # fp32

@@ -1,14 +1,15 @@
 """Manifold-constrained hyper-connections (DeepSeek-V4 specification, sections 2.2 to 2.4).
 
-A layer's state is n streams of width d. Each sublayer reads a mixture of them (`hc_pre`), and its output is written
-back to all while the streams are mixed by a doubly stochastic matrix (`hc_post`). `hc_head` reads the last mixture.
+A layer's state is n streams of width d. Each sublayer reads a mixture of them (`hc_pre`); its output is written back to
+all streams, while the streams are mixed by a doubly stochastic matrix (`hc_post`). `hc_head` reads the last mixture.
 
-Between two sublayers lie `hc_post` of the one, `hc_pre` of the next and the RMSNorm of its input: `hc_boundary` is
-these three, `hc_enter` the last two, for a model's first sublayer, and `hc_finish` what follows the last one. A GPU
-kernel makes each of them in one launch, where the streams are read and written once.
+Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the RMSNorm of the second's input:
+`hc_boundary` is these three. `hc_enter` is the last two, for a model's first sublayer, and `hc_finish` follows the last
+sublayer. A GPU kernel computes each of them in one launch, which reads and writes the streams once. `hc_pre` and
+`hc_post` alone have definitions only.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
-runs. It must have been written before an ordinary launch or copy that comes earlier in the stream, as loading does.
+runs. It must have been written before an ordinary launch or copy earlier in the stream, as after loading.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def hc_pre(
     iterations: int,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sublayer's input and the coefficients of the write-back.
+    """A sublayer's input, and the coefficients for writing its output back.
 
     ::
 
@@ -53,7 +54,7 @@ def hc_pre(
         y [T, d] in x's dtype, post [T, n] fp32, comb [T, n, n] fp32.
 
     Raises:
-        ValueError: shapes that do not fit each other, or iterations < 1.
+        ValueError: shapes that do not match, or iterations < 1.
     """
     n = _check_streams("hc_pre", x)
     _check_parameters("hc_pre", x, fn, base, scale, (2 + n) * n, 3)
@@ -76,7 +77,7 @@ def hc_boundary(
     fp8: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """From one sublayer's output to the next one's input.
+    """The next sublayer's input, from a sublayer's output.
 
     ::
 
@@ -87,25 +88,26 @@ def hc_boundary(
 
     Args:
         y: [T, d] fp32 or bf16, the output of the sublayer that ends.
-        streams: [T, n, d] in y's dtype, those that went into that sublayer; they are not overwritten.
-        post: [T, n] fp32, of that sublayer.
-        comb: [T, n, n] fp32, of that sublayer.
-        fn: [(2 + n)n, n * d] fp32, of the sublayer that begins, and so is all that follows.
+        streams: [T, n, d] in y's dtype, the streams that the ended sublayer's `hc_pre` read; they are not overwritten.
+        post: [T, n] fp32, of the ended sublayer.
+        comb: [T, n, n] fp32, of the ended sublayer.
+        fn: [(2 + n)n, n * d] fp32; this and all following arguments belong to the sublayer that begins.
         base: [(2 + n)n] fp32.
         scale: [3] fp32.
         norm_weight: [d], any floating dtype.
         norm_eps: of both norms.
         hc_eps: of the mixture and of Sinkhorn's iteration.
         iterations: of Sinkhorn's iteration (20).
-        fp8: whether x is wanted as FP8 products take it, too.
+        fp8: whether x is also returned in the form that FP8 products read.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         streams [T, n, d] and x [T, d] in y's dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes [T, d]
-        float8_e4m3fn and scales [T, ceil(d / 128)] fp32 powers of two, those of neighbouring tokens side by side.
+            float8_e4m3fn and scales [T, ceil(d / 128)] fp32 powers of two, the scales of neighbouring tokens
+            contiguous.
 
     Raises:
-        ValueError: shapes that do not fit each other, or iterations < 1.
+        ValueError: shapes that do not match, or iterations < 1.
     """
     n = _check_streams("hc_boundary", streams)
     _check_output("hc_boundary", y, streams, post, comb)
@@ -127,12 +129,13 @@ def hc_enter(
     fp8: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """`hc_boundary` where no sublayer ends: `hc_pre` of the streams as they are, and the norm.
+    """A model's first sublayer's input: `hc_boundary` without `hc_post`, `hc_pre` of the streams and the norm.
 
     Args and Raises: those of `hc_boundary`.
 
     Returns:
-        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; codes and scales as there.
+        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes and scales as
+            there.
     """
     n = _check_streams("hc_enter", streams)
     _check_parameters("hc_enter", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
@@ -154,7 +157,7 @@ def hc_finish(
     hc_eps: float,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """From the last sublayer's output to the row that the logits are made of.
+    """The row from which the logits are computed, from the last sublayer's output.
 
     ::
 
@@ -174,7 +177,7 @@ def hc_finish(
         streams [T, n, d], which a speculative draft reads, and x [T, d], in y's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     n = _check_streams("hc_finish", streams)
     _check_output("hc_finish", y, streams, post, comb)
@@ -188,7 +191,7 @@ def hc_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, impl: str | None =
 
     Args:
         y: [T, d] fp32 or bf16, the sublayer's output.
-        x: [T, n, d] in y's dtype, the streams that went into `hc_pre`.
+        x: [T, n, d] in y's dtype, the streams that `hc_pre` read.
         post: [T, n] fp32.
         comb: [T, n, n] fp32.
         impl: implementation by name; None lets the registry choose.
@@ -197,7 +200,7 @@ def hc_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor, impl: str | None =
         [T, n, d] in x's dtype; the sums are fp32, rounded once.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     _check_streams("hc_post", x)
     _check_output("hc_post", y, x, post, comb)
@@ -222,7 +225,7 @@ def hc_head(
         [T, d] in x's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     n = _check_streams("hc_head", x)
     _check_parameters("hc_head", x, fn, base, scale, n, 1)

@@ -1,4 +1,4 @@
-"""Arithmetic of the hyper-connection kernel, and its accesses to memory that no other kernel has."""
+"""Arithmetic of the hyper-connection kernel, and memory accesses that only this kernel needs."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -10,7 +10,7 @@ LOG2_E = 1.4426950408889634
 
 
 def sum_of_squares(values: list) -> Float32:
-    """One after the other."""
+    """The sum of the squares, added in order."""
     total = values[0] * values[0]
     for value in values[1:]:
         total = ptx.fma(value, value, total)
@@ -18,10 +18,10 @@ def sum_of_squares(values: list) -> Float32:
 
 
 def sum_over_units(values: list, tokens: int) -> Float32:
-    """The sum over all units of a warp, of what a thread has of each of its own; every thread of the token gets it.
+    """The sum over all units of a warp, from a thread's values for its own units; every thread of the token gets it.
 
-    Neighbouring units are added first, then neighbouring pairs of them, wherever they are, and the four threads of a
-    unit last: so the bits do not depend on how many units a thread has.
+    Neighbouring units are added first, then neighbouring pairs of units, whichever threads have them, and the four
+    threads of a unit last: so the bits do not depend on how many units a thread has.
     """
     offset = QUAD * tokens
     while len(values) > 1:
@@ -36,7 +36,7 @@ def sum_over_units(values: list, tokens: int) -> Float32:
 
 
 def max_over_units(value: Float32, tokens: int) -> Float32:
-    """The largest of all units of a warp; every thread of the token gets it."""
+    """The largest value of all units of a warp; every thread of the token gets it."""
     offset = QUAD * tokens
     while offset < WARP:
         value = ptx.fmax(value, cute.arch.shuffle_sync_bfly(value, offset))
@@ -47,14 +47,14 @@ def max_over_units(value: Float32, tokens: int) -> Float32:
 
 
 def split_tf32(x: Float32) -> tuple:
-    """An fp32 as two tf32: the upper 11 bits of its significand, and what is left, of which the tensor core takes 11
-    bits: at most the last two of 24 are lost."""
+    """An fp32 as two tf32: the upper 11 bits of its significand, and the rest, of which the tensor core uses 11 bits:
+    at most the last two of 24 bits are lost."""
     high = ptx.as_u32(x) & Uint32(0xFFFFE000)
     return high, ptx.as_u32(x - ptx.as_f32(high))
 
 
 def in_turn(values: list) -> Float32:
-    """The sum, one after the other."""
+    """The sum of the values, added one after the other."""
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -62,7 +62,7 @@ def in_turn(values: list) -> Float32:
 
 
 def softmax_rows(matrix: cute.Tensor, eps: Float32) -> None:
-    """Each row's softmax, and eps."""
+    """Replaces each row by its softmax plus eps."""
     for j in range(STREAMS):
         row = [matrix[STREAMS * j + k] for k in range(STREAMS)]
         highest = ptx.fmax(ptx.fmax(row[0], row[1]), ptx.fmax(row[2], row[3]))
@@ -73,12 +73,12 @@ def softmax_rows(matrix: cute.Tensor, eps: Float32) -> None:
 
 
 def divide_rows(matrix: cute.Tensor, eps: Float32) -> None:
-    """Each row by its sum and eps."""
+    """Divides each row by its sum plus eps."""
     _divide(matrix, [[STREAMS * j + k for k in range(STREAMS)] for j in range(STREAMS)], eps)
 
 
 def divide_columns(matrix: cute.Tensor, eps: Float32) -> None:
-    """Each column by its sum and eps."""
+    """Divides each column by its sum plus eps."""
     _divide(matrix, [[STREAMS * j + k for j in range(STREAMS)] for k in range(STREAMS)], eps)
 
 
@@ -109,7 +109,7 @@ def rsqrt(x: Float32) -> Float32:
 
 
 def address_of(part: cute.Pointer, team: Int32 | int, team_bytes: int) -> Int32:
-    """Of a team's part of what all teams have side by side in shared memory."""
+    """The address of one team's part of an array that has a part for each team, in shared memory."""
     return Int32(part.data_ptr().toint()) + team * team_bytes
 
 
@@ -119,7 +119,7 @@ def load_words_if(exists: Int32, address: Int64, count: int) -> tuple:
 
 
 def store_words_if(exists: Int32, address: Int64, words: list) -> None:
-    """Two or four words to global memory, if `exists` is positive."""
+    """Stores two or four words to global memory if `exists` is positive."""
     listed = ", ".join(f"{{$r{2 + i}}}" for i in range(len(words)))
     ptx.asm(
         f"{{\n.reg .pred p;\nsetp.gt.s32 p, {{$r0}}, 0;\n@p st.global.v{len(words)}.b32 [{{$r1}}], {{{listed}}};\n}}",
@@ -131,13 +131,13 @@ def store_words_if(exists: Int32, address: Int64, words: list) -> None:
 
 
 def store_codes(address: Int64, words: tuple) -> None:
-    """One or two words of four codes to global memory."""
+    """Stores one or two words of four codes to global memory."""
     code = "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};" if len(words) == 2 else "st.global.b32 [{$r0}], {$r1};"
     ptx.asm(code, [], address, *words)
 
 
 def load_words_or_floats(address: Int64, count: int, floats: bool) -> list:
-    """Two, four or eight values of 32 bits that stay in L1, as fp32 or as words."""
+    """Two, four or eight 32-bit values that stay in L1, as fp32 or as words."""
     kind, at_once = Float32 if floats else Uint32, min(count, 4)
     loaded = []
     for first in range(0, count, at_once):
@@ -146,7 +146,8 @@ def load_words_or_floats(address: Int64, count: int, floats: bool) -> list:
 
 
 def copy_bulk(shared: Int32, address: Int64, num_bytes: int, barrier: Int32) -> None:
-    """Neighbouring bytes from global to shared memory, by TMA (bulk copies); a barrier counts them."""
+    """Starts a copy of contiguous bytes from global to shared memory by TMA (bulk copy); an mbarrier counts the
+    bytes."""
     ptx.asm(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         [],

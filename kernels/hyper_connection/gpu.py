@@ -1,4 +1,4 @@
-"""The hyper-connections on Hopper and Blackwell: which plan, and launching it. The kernel is in `kernel`.
+"""The hyper-connections on Hopper and Blackwell: plans and launches. The kernel is in `kernel`.
 
 `hc_boundary`, `hc_enter` and `hc_finish` are that kernel with some of its parts left out, one launch each.
 """
@@ -21,15 +21,15 @@ from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STR
 from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
-"""Tokens of a group -> up to how many tokens in all, one group a cluster: with few tokens more clusters share what each
-one has to wait for, with many fn is read less often from L2, 1.5 MB a cluster."""
+"""Tokens of a token group -> the most tokens of a call, one group a cluster. With few tokens, more clusters share the
+latency of each; with many, fn is read less often from L2, 1.5 MB a cluster."""
 
 
 def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
-    """The plan for so many tokens. A token's bits do not depend on it.
+    """The plan for a number of tokens. A token's bits do not depend on it.
 
-    With more tokens than one group in each cluster that the GPU runs at once, clusters stay, and keep fn in shared
-    memory if it fits: then it is read from L2 once a cluster, not once a group.
+    With more tokens than one group for each cluster that the GPU runs at once, clusters are persistent, and keep fn in
+    shared memory if it fits: fn is then read from L2 once a cluster, not once a group.
     """
     tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
     form = (dim, rows, post, norm, bf16_weight)
@@ -39,7 +39,7 @@ def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_we
 
 
 def clusters_at_once(device: torch.device) -> int:
-    """How many clusters run side by side with a CTA on each multiprocessor."""
+    """Number of clusters that run at once with one CTA on each multiprocessor."""
     return _clusters_at_once(device.index or 0) if device.type == "cuda" else _clusters_at_once.__wrapped__(0)
 
 
@@ -49,10 +49,10 @@ def _clusters_at_once(index: int) -> int:
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream).
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, clusters, stream).
 
     Raises:
-        ValueError: a width that the kernel is not made for.
+        ValueError: a width that the kernel does not support.
     """
     plan.check()
 
@@ -60,15 +60,15 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
 
 
 def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> list[Plan]:
-    """All that a model of this width runs, to compile them ahead.
+    """All plans that a model of this width runs, to compile them ahead.
 
     Args:
         dim: d.
-        fp8: whether sublayers take their input as e4m3, too.
-        bf16_weight: of the norms; otherwise they are fp32.
-        fewest: tokens of its forwards.
+        fp8: whether sublayers also take their input as e4m3.
+        bf16_weight: whether the norms' weights are bf16; otherwise they are fp32.
+        fewest: the fewest tokens of a forward.
     """
-    forms = {  # of the functions that a model calls: rows of fn, post, and whether a sublayer follows
+    forms = {  # functions that a model calls: rows of fn, post, and whether a sublayer follows
         "hc_boundary": (PRE_ROWS, True, True),
         "hc_enter": (PRE_ROWS, False, True),
         "hc_finish": (HEAD_ROWS, True, False),
@@ -105,27 +105,27 @@ def run(
     teams: int = 1,
     fp8: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """One launch of one form of the kernel.
+    """Launches one form of the kernel.
 
     Args:
         name: "sm90" or "sm100".
         op: the function's name, for errors.
         rows: of fn.
         streams: [T, 4, d] bf16.
-        written_back: y, post and comb of the sublayer that ends, if one does.
+        written_back: y, post and comb of the sublayer that ends; None if none ends.
         parameters: fn, base and scale.
         norm_weight: [d] fp32 or bf16, or None for no norm.
         norm_eps, hc_eps, iterations: as in the functions.
-        tokens: of a group; None chooses, and chooses `teams` too.
+        tokens: of a token group; None chooses both `tokens` and `teams`.
         teams: of a CTA.
-        fp8: whether the norm is also made as e4m3.
+        fp8: whether the normed mixture is also made as e4m3.
 
     Returns:
-        streams, the mixture or its norm, post, comb; None for what this form does not make. With `fp8` also codes and
-        scales.
+        streams, the mixture or its norm, post, comb; None for results that this form does not make. With `fp8` also
+            codes and scales.
 
     Raises:
-        ValueError: dtypes, widths or strides that the kernel is not made for.
+        ValueError: dtypes, widths or strides that the kernel does not support.
     """
     num_tokens, n, dim = streams.shape
     if n != STREAMS:
@@ -133,7 +133,7 @@ def run(
     bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
     form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
-    plan.check()  # an empty batch, too, for which nothing is compiled
+    plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters
     _check(op, {"y": y, "streams": streams}, (torch.bfloat16,))
@@ -186,7 +186,7 @@ def run(
 
 
 def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype, ...], dense: bool = False) -> None:
-    """Raises ValueError for what the kernel cannot read by 16 bytes."""
+    """Raises ValueError for tensors that the kernel cannot read in units of 16 bytes."""
     for name, x in tensors.items():
         if x is None:
             continue
@@ -203,7 +203,7 @@ def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype
             )
 
 
-# The functions of this package; name: "sm90" or "sm100"
+# The functions of this package. name: "sm90" or "sm100"
 
 
 def hc_boundary(

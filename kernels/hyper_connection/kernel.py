@@ -1,11 +1,11 @@
 """The hyper-connections between two sublayers in one launch, on Hopper and Blackwell (sm_90a, sm_100a).
 
-A cluster of eight CTAs takes a group of tokens, and each of its CTAs an eighth of the channels of all four streams. A
-thread has some channels of one token (`streams`), and keeps its part of the new streams in registers from when they are
-made to when they are mixed, so that streams are read once and written once.
+A cluster of eight CTAs processes a token group; each CTA has an eighth of the channels of all four streams. A thread
+has some channels of one token (`streams`), and keeps its part of the new streams in registers from their computation to
+the mixture, so that streams are read once and written once.
 
     who             does                                                            waits for
-    one warp        asks for fn, by TMA (bulk copies), stream by stream             empty[stage], if it has had one
+    one warp        asks for fn, by TMA (bulk copies), stream by stream             empty[stage], if it was in use
                     balances comb of the token that has this CTA's number           sums_there
     the others      new streams = post y + comb^T streams; writes them
                     products with the 24 rows of fn (`products`)                    full[stage]
@@ -14,16 +14,16 @@ made to when they are mixed, so that streams are read once and written once.
                     mixture; its sum of squares, sent to all CTAs                   the warps of the CTA
                     x = norm of the mixture; writes it, and as e4m3                 squares_there, from all CTAs
 
-How a token's sums are added up depends on nothing but d: over the channels of a warp unit by unit in each stream, then
-over the streams, over warps and then over CTAs one after the other; squares as `arithmetic.sum_over_units` says. Tokens
-of a group share what is read of fn and nothing else, so a token has the same bits in any batch and in groups of any
-size. Behind the last token a group has zeros, and nothing of them is written.
+The order in which a token's sums are added depends on d only: over the channels of a warp unit by unit in each stream,
+then over the streams, over warps and last over CTAs one after the other; squares as `arithmetic.sum_over_units` says.
+Tokens of a group share the reads of fn and nothing else, so a token has the same bits in any batch and in groups of any
+size. After the last token a group is filled with zeros, whose results are not written.
 
-With many tokens a CTA has two teams of threads, and clusters stay for several groups: a team takes one after the other,
-while fn lies in shared memory for both. What teams share they only read. A team's buffers are used again without a
-barrier of their own. Whoever has all CTAs' squares of a group knows that their threads are behind its sums, and that
-the warp that balances has taken what it needs (`taken`): it may send the next group's sums. Likewise whoever has all
-CTAs' sums knows that they are behind the squares of the group before.
+With many tokens a CTA has two teams of threads, and clusters are persistent: a team processes one group after the
+other, while fn stays in shared memory for both teams. Teams share read-only data. A team reuses its buffers without an
+extra barrier: a thread that has all CTAs' squares of a group knows that their threads are done with the group's sums,
+and `taken` says that the balancing warp has read what it needs; so it may send the next group's sums. Likewise a thread
+that has all CTAs' sums knows that they are done with the squares of the group before.
 
 No CTA waits for another cluster.
 """
@@ -64,11 +64,11 @@ from dsv4_kernels.hyper_connection.plan import (
 from dsv4_kernels.hyper_connection.products import Products
 
 GATES = 2 * STREAMS
-"""The rows of fn whose products become sigmoids, pre and post; those of comb follow."""
+"""Rows of fn whose products become sigmoids, pre and post; the rows for comb follow."""
 
 
 class HyperConnection(Products):
-    """The kernel of one plan. `launch` is what is compiled."""
+    """The kernel of one plan; `launch` is compiled."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -76,14 +76,14 @@ class HyperConnection(Products):
 
     @cute.jit
     def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
-        """One cluster for a group of tokens; of several teams as many clusters as run at once."""
+        """Launches one cluster for each token group; with several teams, as many clusters as run at once."""
         self.kernel(arguments).launch(
             grid=[num_clusters * CLUSTER, 1, 1],
             cluster=[CLUSTER, 1, 1],
             block=[self.plan.cta_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.plan.ctas,
-            preferred_smem_carveout=100,  # percent: all shared memory, so that as many CTAs fit as were planned
+            preferred_smem_carveout=100,  # percent: all shared memory, so that the planned number of CTAs fits
             use_pdl=dependent_launch.is_on(),
         )
 
@@ -116,8 +116,8 @@ class HyperConnection(Products):
         else:
             team, lane = warp - plan.teams * plan.warps, thread % WARP
             if team == 0:
-                # While the kernel before ends: fn is a weight, which no kernel of a forward writes. What loads weights
-                # ends before the embedding begins, an ordinary launch in front of any boundary.
+                # May overlap the kernel before: no kernel of a forward writes fn, a weight. Loading weights ends before
+                # the embedding, an ordinary launch that comes before the first boundary.
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
             dependent_launch.wait()
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
@@ -134,25 +134,25 @@ class HyperConnection(Products):
                         group, phase = group + step, phase ^ 1
 
     def first_group(self, cluster: Int32, team: Int32) -> Int32:
-        """Of a team; neighbours are those of a cluster."""
+        """Number of a team's first group; the teams of a cluster have neighbouring groups."""
         return cluster * self.plan.teams + team
 
     def group_step(self) -> Int32:
-        """From a team's group to its next."""
+        """Distance from a team's group to its next."""
         num_ctas, _, _ = cute.arch.grid_dim()
         return num_ctas // CLUSTER * self.plan.teams
 
     def expect_sums(self, shared: cutlass.Constexpr, team: Int32 | int) -> None:
-        """One thread: for the next group."""
+        """Arms `sums_there` for the next group; called by one thread."""
         num_bytes = CLUSTER * self.plan.tokens * self.plan.quads * 16
         cute.arch.mbarrier_arrive_and_expect_tx(shared.sums_there.data_ptr() + team, num_bytes)
 
     def expect_squares(self, shared: cutlass.Constexpr, team: Int32 | int) -> None:
-        """One thread: for the next group."""
+        """Arms `squares_there` for the next group; called by one thread."""
         num_bytes = CLUSTER * self.plan.square_slots * 4
         cute.arch.mbarrier_arrive_and_expect_tx(shared.squares_there.data_ptr() + team, num_bytes)
 
-    # One warp: fn and comb
+    # The fetching and balancing warp: fn and comb
 
     @cute.jit
     def fetch(
@@ -164,7 +164,7 @@ class HyperConnection(Products):
         begin: Int32,
         end: cutlass.Constexpr,
     ) -> None:
-        """Asks for this CTA's columns of fn, one stream after the other; a lane has a row."""
+        """Starts the copies of this CTA's columns of fn, one stream after the other; a lane has a row."""
         plan = self.plan
         source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
         target = Int32(shared.fn.data_ptr().toint()) + lane * plan.row_bytes
@@ -173,7 +173,7 @@ class HyperConnection(Products):
             full = shared.full.data_ptr() + stage
             if const_expr(end > plan.stages):
                 cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (stream // plan.stages - 1) & 1)
-                cute.arch.fence_view_async_shared()  # what was read by loads is written by TMA (bulk copies)
+                cute.arch.fence_view_async_shared()  # generic loads before writes by TMA (bulk copies)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rows * plan.slice * 4)
             cute.arch.sync_warp()
@@ -192,10 +192,11 @@ class HyperConnection(Products):
         first: Int32,
         phase: Int32,
     ) -> None:
-        """comb of the token that has this CTA's number in the group: softmax, then Sinkhorn's iteration, by one lane.
+        """Writes comb of the token that has this CTA's number in the group: softmax, then Sinkhorn's iteration, in one
+        lane.
 
-        Nobody waits for it: the mixture needs pre only. With a matrix in one thread no step of the iteration goes
-        through the exchange of lanes, which takes longer than adding up in turn.
+        No thread waits for it: the mixture needs pre only. With a matrix in one thread no step of the iteration needs a
+        shuffle between lanes, which takes longer than adding in sequence.
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):
@@ -222,13 +223,13 @@ class HyperConnection(Products):
                 for j in cutlass.range_constexpr(STREAMS):
                     ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
 
-    # The others: streams, sums and mixture
+    # All other warps: streams, sums and mixture
 
     @cute.jit
     def compute(
         self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, team: Int32, rank: Int32, cluster: Int32
     ) -> None:
-        """All that a thread does."""
+        """The role of a thread that has channels."""
         plan = self.plan
         if const_expr(plan.teams == 1):
             self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0))
@@ -251,22 +252,22 @@ class HyperConnection(Products):
         first: Int32,
         phase: Int32,
     ) -> None:
-        """All that a thread does with its channels of a group of tokens."""
+        """Processes a thread's channels of one token group."""
         plan = self.plan
         lane, warp = thread % WARP, thread // WARP
         channel, in_group = self.first_channel(rank, thread), self.token_of(thread)
         token = first + in_group
         x = self.new_streams(args, token, channel)
         if const_expr(plan.teams == 1):
-            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # barriers are set up
+            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
         self.add_up(shared, team, x, lane, warp)
-        gate_base, gate_scale = self.gate_parameters(args, thread)  # they come while sums are exchanged
+        gate_base, gate_scale = self.gate_parameters(args, thread)  # these loads overlap the exchange of sums
         weight = None
         if const_expr(plan.norm):
             weight = self.weight(args, channel)
         self.sync(team)
         if const_expr(plan.teams == 1):
-            cute.arch.cluster_wait()  # all CTAs of the cluster have begun, and set up theirs
+            cute.arch.cluster_wait()  # all CTAs of the cluster have started and set up their mbarriers
         sums_there = address_of(shared.sums_there, team, 8)
         quads = plan.tokens * plan.quads
         source = address_of(shared.sums, team, plan.warps * quads * 16)
@@ -288,7 +289,7 @@ class HyperConnection(Products):
             self.add_up_squares(shared, team, words, lane, warp)
             self.sync(team)
             if const_expr(plan.teams > 1 and plan.rows == PRE_ROWS):
-                # Whoever has these squares from all CTAs sends the next group's sums.
+                # A thread that has these squares from all CTAs sends the next group's sums.
                 cute.arch.mbarrier_wait(shared.taken.data_ptr() + team, phase)
             squares_there = address_of(shared.squares_there, team, 8)
             source = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
@@ -303,7 +304,7 @@ class HyperConnection(Products):
                 self.write_codes(args, x, token, channel, lane, exists)
 
     def sync(self, team: Int32 | int) -> None:
-        """Of a team's warps that have channels."""
+        """Synchronises the warps of a team that have channels."""
         cute.arch.barrier(barrier_id=2 + team, number_of_threads=self.plan.threads)
 
     @cute.jit
@@ -316,7 +317,7 @@ class HyperConnection(Products):
         rank: Int32,
         quads: cutlass.Constexpr,
     ) -> None:
-        """Adds up what the warps have, [warp][quad][4], and gives it to all CTAs of the cluster: [CTA][quad][4]."""
+        """Adds up the sums of the warps, [warp][quad][4], and sends them to all CTAs of the cluster: [CTA][quad][4]."""
         target = received + rank * (quads * 16)
         for i in cutlass.range_constexpr(-(-quads * CLUSTER // self.plan.threads)):
             task = thread + i * self.plan.threads
@@ -345,21 +346,21 @@ class HyperConnection(Products):
         return in_turn(parts)
 
     def received(self, shared: cutlass.Constexpr, team: Int32 | int) -> Int32:
-        """Where a team has the sums of all CTAs."""
+        """The address of a team's sums from all CTAs."""
         return address_of(shared.received, team, CLUSTER * self.plan.tokens * self.plan.quads * 16)
 
     def inverse_rms(self, args: Arguments, shared: cutlass.Constexpr, team: Int32 | int, token: Int32) -> Float32:
-        """Of a token's new streams."""
+        """1 / RMS of a token's new streams."""
         squares = self.sum_over_ctas(shared, team, token, self.plan.rows)
         return rsqrt(squares * (1.0 / (STREAMS * self.plan.dim)) + args.norm_eps)
 
     def num_gates(self) -> int:
-        """Sigmoids of a token."""
+        """Number of sigmoids of a token."""
         return min(self.plan.rows, GATES)
 
     @cute.jit
     def gate_parameters(self, args: Arguments, thread: Int32) -> tuple:
-        """base and scale of the sigmoid that this thread has, of whatever token."""
+        """base and scale of this thread's sigmoid, the same for all tokens."""
         gate = thread % self.num_gates()
         return ptx.load_f32(args.base + Int64(gate) * 4), ptx.load_f32(args.scale + Int64(gate // STREAMS) * 4)
 
@@ -375,7 +376,7 @@ class HyperConnection(Products):
         base: Float32,
         scale: Float32,
     ) -> None:
-        """pre of all tokens, for this CTA, and post of the token that has this CTA's number."""
+        """Stores pre of all tokens for this CTA, and writes post of the token that has this CTA's number."""
         count = self.num_gates()
         pre = self.pre(shared, team)
         for i in cutlass.range_constexpr(-(-self.plan.tokens * count // self.plan.threads)):
@@ -391,7 +392,7 @@ class HyperConnection(Products):
                     ptx.store_f32(out, value * 2.0)
 
     def pre(self, shared: cutlass.Constexpr, team: Int32 | int) -> Int32:
-        """Where a team has pre of its tokens."""
+        """The address of a team's pre coefficients."""
         return address_of(shared.pre, team, self.plan.tokens * STREAMS * 4)
 
     @cute.jit
@@ -403,7 +404,8 @@ class HyperConnection(Products):
         lane: Int32,
         warp: Int32,
     ) -> None:
-        """This warp's part of the sums of squares of the mixtures; lane groups behind the tokens repeat them."""
+        """Stores this warp's part of the sums of squares of the mixtures; lane groups after the last token repeat
+        tokens."""
         plan = self.plan
         squares = [sum_of_squares(values) for values in self.by_units([bf16_rows.channels(run) for run in words])]
         square = sum_over_units(squares, plan.tokens)
@@ -422,7 +424,7 @@ class HyperConnection(Products):
         out: Int64,
         exists: Int32,
     ) -> list:
-        """x: the mixture over its RMS, times the norm's weight. As words of bf16 for each run."""
+        """Writes x, the mixture over its RMS times the norm's weight; returns it as words of bf16 for each run."""
         plan, written = self.plan, []
         place = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4) + in_group * 4
         square = in_turn([ptx.load_shared_f32(place + cta * plan.square_slots * 4) for cta in range(CLUSTER)])
@@ -437,7 +439,8 @@ class HyperConnection(Products):
 
     @cute.jit
     def write_codes(self, args: Arguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32) -> None:
-        """x as FP8 products read it, to the bits of `fp8_quantise`: a warp has a block of each of its tokens."""
+        """Writes x in the form that FP8 products read, by the bits of `fp8_quantise`: a warp has one block of each of
+        its tokens."""
         plan = self.plan
         values = [bf16_rows.channels(words) for words in x]
         amax = max_over_units(e4m3.largest([value for run in values for value in run]), plan.tokens)

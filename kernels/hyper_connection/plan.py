@@ -1,4 +1,4 @@
-"""What is fixed when a hyper-connection kernel is compiled, its shared memory, and its dynamic arguments."""
+"""Compile-time parameters of the hyper-connection kernel, its shared memory, and its dynamic arguments."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,34 +8,34 @@ from cutlass import Float32, Int32, Int64, Uint8
 
 STREAMS = 4
 CLUSTER = 8
-"""CTAs that share a group of tokens, an eighth of the channels each: as many as any GPU takes."""
+"""CTAs that share a token group, an eighth of the channels each: the largest cluster that every GPU supports."""
 CHANNELS = 4
 """Neighbouring channels of a unit in a thread, of each stream: 8 bytes in bf16, 16 in fn."""
 WARP = 32
 QUAD = 4
-"""Threads that have a unit of a token together: sixteen channels, two steps (k = 8) of `mma.sync` in each stream."""
+"""Threads that share a unit of a token: sixteen channels, two steps (k = 8) of `mma.sync` in each stream."""
 UNITS = WARP // QUAD
-"""Of a warp: 128 channels."""
+"""Units of a warp: 128 channels."""
 DIM_UNIT = CLUSTER * CHANNELS * WARP
 """d is a multiple of this: 1,024."""
 MAX_DIM = 8 * DIM_UNIT
 PRE_ROWS = (2 + STREAMS) * STREAMS
 HEAD_ROWS = STREAMS
 TOKENS = (1, 2, 4, 8)
-"""How many tokens may be a group: up to N of the products."""
+"""Possible sizes of a token group: up to N of the products."""
 TEAMS = 2
-"""Of a plan with several: as many as registers allow with groups of eight tokens."""
+"""Teams of a plan with several: as many as the registers allow with groups of eight tokens."""
 SHARED_BYTES = 227 * 1024
-"""Of a multiprocessor that CTAs can have; each also takes 1 KiB of the 228."""
+"""Shared memory of a multiprocessor that CTAs can use; each CTA also takes 1 KiB of the 228."""
 REGISTERS = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration. `legal` says which there are."""
+    """One configuration of the kernel."""
 
     tokens: int
-    """Of a group, which a cluster, or a team of it, has at a time."""
+    """Tokens of a token group, which a cluster, or a team of it, processes at a time."""
     dim: int
     rows: int
     """Rows of fn: PRE_ROWS or HEAD_ROWS."""
@@ -44,15 +44,15 @@ class Plan:
     norm: bool
     """Whether the mixture is normalised."""
     bf16_weight: bool = False
-    """The norm's weight; otherwise it is fp32."""
+    """Whether the norm's weight is bf16; otherwise it is fp32."""
     teams: int = 1
-    """Of threads in a CTA, which take groups of tokens by themselves, one after the other, and share fn, which stays in
-    shared memory. One team takes one group."""
+    """Teams of threads in a CTA. Several teams process token groups independently, one after the other, and share fn,
+    which stays in shared memory. A single team processes one group."""
     fp8: bool = False
-    """Whether the normed mixture is also written as e4m3, with a scale for the 128 channels of a warp."""
+    """Whether the normed mixture is also written as e4m3, with one scale for the 128 channels of a warp."""
 
     def check(self) -> None:
-        """Raises ValueError for what the kernel is not made for."""
+        """Raises ValueError for a width that the kernel does not support."""
         if self.dim % DIM_UNIT or not 0 < self.dim <= MAX_DIM:
             raise ValueError(
                 f"the hyper-connection kernels take d in multiples of {DIM_UNIT} up to {MAX_DIM}; got {self.dim}. "
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the teams, if several, have the registers and fn the shared memory."""
+        """Whether the registers suffice for the teams, and the shared memory for all of fn."""
         registers = self.cta_threads * 168 <= REGISTERS
         return registers and self.tokens == CLUSTER and self.norm and self.stages == STREAMS
 
@@ -75,22 +75,22 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        """Of a team that have channels."""
+        """Threads of a team that have channels."""
         return self.slice // CHANNELS
 
     @property
     def warps(self) -> int:
-        """Of a team that have channels."""
+        """Warps of a team that have channels."""
         return self.threads // WARP
 
     @property
     def cta_threads(self) -> int:
-        """Of all teams, with a warp each that fetches fn and balances comb."""
+        """Threads of all teams, each with one more warp that fetches fn and balances comb."""
         return self.teams * (self.threads + WARP)
 
     @property
     def ctas(self) -> int:
-        """Of a multiprocessor: two where registers allow it, so that one computes while the other one waits."""
+        """CTAs of a multiprocessor: two where the registers allow it, so that one computes while the other waits."""
         return 2 if self.teams == 1 and 2 * self.cta_threads * 192 <= REGISTERS else 1
 
     @property
@@ -100,23 +100,23 @@ class Plan:
 
     @property
     def run_words(self) -> int:
-        """Of two bf16, of a run: two units side by side, or the only one."""
+        """Words (two bf16) of a run: two adjacent units, or the only one."""
         return min(2, self.tokens) * CHANNELS // 2
 
     @property
     def run_step(self) -> int:
-        """Channels from a run to the next."""
+        """Channels from the start of a run to the start of the next."""
         return 2 * QUAD * CHANNELS
 
     @property
     def row_bytes(self) -> int:
-        """From a row of fn to the next, of one stream in a CTA. The 16 bytes between them put rows of even and of odd
-        number into different banks, which eight threads read at a time, with 16 bytes of every 32 of each."""
+        """Bytes from a row of fn to the next, for one stream in a CTA. The 16 bytes of padding put even and odd rows
+        into different banks: eight threads read at a time, 16 of every 32 bytes of each row."""
         return self.slice * 4 + 16
 
     @property
     def stage_bytes(self) -> int:
-        """Of all rows of fn in one stream."""
+        """Bytes of all rows of fn for one stream."""
         return self.rows * self.row_bytes
 
     @property
@@ -127,12 +127,12 @@ class Plan:
 
     @property
     def quads(self) -> int:
-        """Of four sums each, of a token: one of each row of fn, and the sum of squares."""
+        """Groups of four sums for each token: one sum for each row of fn, and the sum of squares."""
         return self.rows // 4 + 1
 
     @property
     def square_slots(self) -> int:
-        """Places for the sums of squares of the mixtures; fewer tokens than these are repeated."""
+        """Number of stored sums of squares of the mixtures; with fewer tokens than this, tokens are repeated."""
         return max(self.tokens, 4)
 
 
@@ -145,41 +145,41 @@ def shared_memory(plan: Plan) -> type:
         fn: cute.struct.Align[cute.struct.MemRange[Uint8, plan.stages * plan.stage_bytes], 128]
         # fn: [stage][row][channel], fp32
         sums: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * num_sums], 16]
-        # sums: [team][warp][token][quads * 4]; behind those of the rows the sum of squares and three zeros
+        # sums: [team][warp][token][quads * 4]; after the rows' sums the sum of squares and three zeros
         received: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * num_sums], 16]
-        # received: [team], the same of the CTAs of the cluster
+        # received: [team], the sums from all CTAs of the cluster
         squares: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.warps * plan.square_slots], 16]
-        # squares: [team][warp][slot], of the mixtures
+        # squares: [team][warp][token], sums of squares of the mixtures
         received_squares: cute.struct.Align[cute.struct.MemRange[Float32, teams * CLUSTER * plan.square_slots], 16]
-        # received_squares: [team], the same of the CTAs of the cluster
+        # received_squares: [team], these sums from all CTAs of the cluster
         pre: cute.struct.Align[cute.struct.MemRange[Float32, teams * plan.tokens * STREAMS], 16]
         full: cute.struct.MemRange[Int64, plan.stages]
-        # full: [stage], by the bytes of a stream's rows
+        # full: [stage]; counts the bytes of a stream's rows
         empty: cute.struct.MemRange[Int64, plan.stages]
-        # empty: [stage], by all warps that have read it; of one team only
+        # empty: [stage]; all warps that have read it arrive; with one team only
         sums_there: cute.struct.MemRange[Int64, teams]
-        # sums_there: [team], received, of all CTAs
+        # sums_there: [team]; `received` is complete
         taken: cute.struct.MemRange[Int64, teams]
-        # taken: [team], what the warp that balances needs of received
+        # taken: [team]; the balancing warp has read what it needs from `received`
         squares_there: cute.struct.MemRange[Int64, teams]
-        # squares_there: [team], received_squares, of all CTAs
+        # squares_there: [team]; `received_squares` is complete
 
     return Shared
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments; addresses are Int64, those of what a plan has not are 0, strides are bytes."""
+    """Dynamic arguments; addresses are Int64, 0 for tensors that a plan does not use; strides are in bytes."""
 
     num_tokens: Int32
     y: Int64  # [T, d] bf16
     y_stride: Int64
     streams: Int64  # [T, 4, d] bf16
-    streams_stride: Int64  # of a token
+    streams_stride: Int64  # from token to token
     stream_stride: Int64
     post: Int64  # [T, 4] fp32
     post_stride: Int64
     comb: Int64  # [T, 4, 4] fp32
-    comb_stride: Int64  # of a token
+    comb_stride: Int64  # from token to token
     fn: Int64  # [rows, 4 * d] fp32
     base: Int64  # [rows] fp32
     scale: Int64  # [3 or 1] fp32
@@ -192,5 +192,5 @@ class Arguments(NamedTuple):
     out_post: Int64  # [T, 4] fp32
     out_comb: Int64  # [T, 4, 4] fp32
     out_codes: Int64  # [T, d] e4m3
-    out_scales: Int64  # fp32, those of neighbouring tokens side by side
+    out_scales: Int64  # fp32, scales of neighbouring tokens contiguous
     scale_block_stride: Int64

@@ -1,10 +1,10 @@
-"""The products of the new streams with fn, by tensor cores, and what a warp has of their sums.
+"""The products of the new streams with fn, on tensor cores, and a warp's part of their sums.
 
-Products are those of tensor cores in tf32: streams are bf16, so exact, and fn is two numbers whose sum it is but for
-the last two bits (`arithmetic.split_tf32`). Rows of fn are the left operand, as they lie in shared memory; the right
-one are eight columns of channels, a token each, which are in the registers of the threads that have them. If a group
-has fewer tokens, threads that have another unit of the same token give theirs away, unit after unit, and the columns
-behind the tokens repeat them.
+The products are in tf32: streams are bf16, so exact in tf32, and fn is split into two tf32 numbers whose sum it is
+except for its last two bits (`arithmetic.split_tf32`). Rows of fn are the left operand, as they lie in shared memory.
+The right operand has eight columns of channels, one token each, in the registers of the threads that own them. If a
+token group has fewer than eight tokens, threads that own another unit of the same token pass on their values, unit
+after unit, and the columns after the last token repeat the tokens.
 """
 
 import cutlass
@@ -19,7 +19,7 @@ from dsv4_kernels.hyper_connection.streams import Streams
 
 
 class Products(Streams):
-    """Of a warp, with its own channels of all streams and all rows of fn."""
+    """The work of a warp with its own channels of all streams and all rows of fn."""
 
     @cute.jit
     def add_up(
@@ -30,7 +30,7 @@ class Products(Streams):
         lane: Int32,
         warp: Int32,
     ) -> None:
-        """This warp's part of the sum of squares and of the products with fn, [token][row]."""
+        """Stores this warp's part of the sum of squares and of the products with fn, [token][row]."""
         plan = self.plan
         row_group, in_quad = lane // QUAD, lane % QUAD
         token_bytes = plan.quads * 16
@@ -42,7 +42,7 @@ class Products(Streams):
         if (in_quad == 0) & (row_group < plan.tokens):
             place = sums + (row_group * plan.quads + plan.quads - 1) * 16
             ptx.store_shared(place, (square, Float32(0.0), Float32(0.0), Float32(0.0)))
-        # Of fn: rows 0 to 15 once for either half of the numbers, the last eight with both halves side by side.
+        # Rows 0 to 15 of fn need one instruction for each half of the split numbers; the last eight have both in one.
         upper_row = row_group % STREAMS if plan.rows < 8 else row_group
         fn = Int32(shared.fn.data_ptr().toint()) + (warp * (UNITS * QUAD * CHANNELS) + in_quad * (2 * CHANNELS)) * 4
         rows = [fn + (upper_row + 8 * i) * plan.row_bytes for i in range(max(1, plan.rows // 8))]
@@ -64,7 +64,7 @@ class Products(Streams):
                             left = (halves[0][0][half], halves[1][0][half], halves[0][1][half], halves[1][1][half])
                             products[0] = multiply_tf32(left, pair, products[0])
                     products[-1] = multiply_tf32((*halves[-1][0], *halves[-1][1]), pair, products[-1])
-            if const_expr(stream + plan.stages < STREAMS):  # its stage is filled again
+            if const_expr(stream + plan.stages < STREAMS):  # the stage will be refilled
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
@@ -82,13 +82,13 @@ class Products(Streams):
                     ptx.store_shared_f32(sums + token * token_bytes + row * 4, columns[i][k])
 
     def columns(self, x: cute.Tensor, stream: int, unit: int, lane: Int32) -> list:
-        """A thread's four channels of a unit for the right operand, as fp32, of the token that is its column's."""
+        """A thread's four channels of a unit for the right operand, as fp32, of its column's token."""
         plan = self.plan
         first = unit % plan.tokens * (CHANNELS // 2)
         run, first = first // plan.run_words, first % plan.run_words
         words = self.words_of(x, run, stream)[first : first + CHANNELS // 2]
         if plan.tokens < UNITS:
-            # From where the unit is: the lane of the same token whose units begin with or before it.
+            # The lane of the same token that owns the unit.
             owner = (unit // plan.tokens * plan.tokens + lane // QUAD % plan.tokens) * QUAD + lane % QUAD
             words = [Uint32(cute.arch.shuffle_sync(word, owner)) for word in words]
         return [ptx.as_u32(value) for value in bf16_rows.channels(words)]

@@ -91,14 +91,15 @@ def hc_finish(
 
 
 def _normalised_products(x: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
-    """fn applied to the flattened, RMS-normalised streams; the norm is taken out of the product. [T, rows] fp32."""
+    """The products of fn with the flattened, RMS-normalised streams, [T, rows] fp32; the norm is applied to the
+    products."""
     x32 = x.float()
     mean_square = tree_sum(x32.square().mean(-1), 1) / x.shape[1]
     return linear_fp32(x32.flatten(1), fn) * torch.rsqrt(mean_square + norm_eps).unsqueeze(1)
 
 
 def _mixture(pre: Tensor, x: Tensor) -> Tensor:
-    """Σ_n pre[n] * x[n] -> [T, d] in x's dtype."""
+    """`Σ_n pre[n] * x[n]`, [T, d] in x's dtype."""
     total = pre[:, 0, None] * x[:, 0].float()
     for stream in range(1, x.shape[1]):
         total += pre[:, stream, None] * x[:, stream].float()
@@ -106,7 +107,8 @@ def _mixture(pre: Tensor, x: Tensor) -> Tensor:
 
 
 def _sinkhorn(comb: Tensor, eps: float, iterations: int) -> Tensor:
-    """Rows by softmax, then rows and columns by turns; the last step is a column step. [T, n, n] fp32."""
+    """comb made doubly stochastic, [T, n, n] fp32: rows by softmax, then rows and columns in turns, a column step
+    last."""
     comb = torch.exp(comb - comb.amax(2, keepdim=True))
     comb = comb / comb.sum(2, keepdim=True) + eps
     comb /= comb.sum(1, keepdim=True) + eps

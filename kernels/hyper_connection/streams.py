@@ -1,9 +1,10 @@
-"""What a thread does with its own channels of its own token: writing a sublayer's output back, and mixing the streams.
+"""The work of a thread on its own channels of its own token: writing a sublayer's output back, and mixing the streams.
 
-A warp has 128 channels of all tokens of the group, in eight units of sixteen: four threads, four channels each. Lane
-4 g + t has token g % tokens, and as many neighbouring units as there are tokens, with the t-th channels of each; so of
-eight tokens a thread has all units of one, and of a single token one unit. Two units side by side are 32 channels, of
-which a thread has eight neighbours: that is what it loads and stores at a time (four, if it has one unit).
+A warp has 128 channels of all tokens of the token group, in eight units of sixteen: four threads, four channels each.
+Lane 4 g + t has token g % tokens, and as many neighbouring units as there are tokens, with the t-th four channels of
+each; so with eight tokens a thread has all units of one token, and with a single token one unit. Two adjacent units are
+32 channels, of which a thread has eight consecutive ones: it loads and stores these at a time (four, if it has only one
+unit).
 """
 
 import cutlass.cute as cute
@@ -15,25 +16,26 @@ from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, W
 
 
 class Streams:
-    """Parts of the kernel in which no thread needs another one."""
+    """Parts of the kernel in which a thread needs no other thread."""
 
     plan: Plan
 
     def token_of(self, thread: Int32) -> Int32:
-        """Of the group, that a thread has."""
+        """Index in the token group of a thread's token."""
         return thread % WARP // QUAD % self.plan.tokens
 
     def first_channel(self, rank: Int32, thread: Int32) -> Int32:
-        """Of a thread."""
+        """The first channel of a thread."""
         lane, warp = thread % WARP, thread // WARP
         unit = lane // QUAD // self.plan.tokens * self.plan.tokens
         in_warp = unit // 2 * (2 * QUAD * CHANNELS) + unit % 2 * CHANNELS + lane % QUAD * (2 * CHANNELS)
         return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
     def new_streams(self, args: Arguments, token: Int32, channel: Int32) -> cute.Tensor:
-        """Makes this thread's channels of the new streams, or loads them: [run][stream][word], two bf16 a word.
+        """This thread's channels of the new streams, or of the old ones without `post`: [run][stream][word], two bf16 a
+        word.
 
-        All loads are on their way before the first sum is made.
+        All loads are issued before the first sum is computed.
         """
         plan = self.plan
         x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
@@ -67,7 +69,7 @@ class Streams:
     def written_back(self, y: tuple, old: list, post: tuple, comb: list) -> list:
         """The new streams as words of bf16, a list for each: post[k] y + sum of comb[j][k] x[j].
 
-        Two channels at a time, so that few of the numbers are there as fp32.
+        Two channels at a time, so that few values are in registers as fp32.
         """
         streams = [[] for _ in range(STREAMS)]
         for w in range(len(y)):
@@ -84,12 +86,12 @@ class Streams:
         return streams
 
     def words_of(self, x: cute.Tensor, run: int, stream: int) -> list:
-        """Of a thread, of one stream."""
+        """A thread's words of one run of one stream."""
         first = (run * STREAMS + stream) * self.plan.run_words
         return [x[first + w] for w in range(self.plan.run_words)]
 
     def by_units(self, runs: list) -> list:
-        """What a thread has of a stream, run by run, as lists of four channels."""
+        """A thread's values of a stream, given run by run, as lists of a unit's four channels."""
         values = [value for run in runs for value in run]
         return [values[first : first + CHANNELS] for first in range(0, len(values), CHANNELS)]
 
@@ -108,7 +110,7 @@ class Streams:
         return mixed
 
     def weight(self, args: Arguments, channel: Int32) -> list:
-        """Of this thread's channels in the norm, a list for each run; bf16 in pairs, as they are loaded."""
+        """The norm's weights of this thread's channels, a list for each run; bf16 weights stay packed in words."""
         size = 2 if self.plan.bf16_weight else 4
         words = self.plan.run_words * size // 2
         return [

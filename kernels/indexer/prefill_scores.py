@@ -1,11 +1,12 @@
-"""Scores of a CSA layer's entries in a prefill on Hopper (sm_90a): neighbouring tokens share what is made of the keys.
+"""Scores of a CSA layer's entries in a prefill on Hopper (sm_90a): neighbouring tokens share the expanded keys.
 
-A CTA has eight neighbouring tokens and a run of pages. Their queries lie in shared memory. Each of its four warpgroups
-takes every fourth page: its 64 keys become bf16 in registers once, as the left operand of `wgmma`, and are multiplied
-with one token's queries after the other's, while the other warpgroups weigh their products.
+A CTA has eight neighbouring tokens and a run of pages. The tokens' queries lie in shared memory. Each of its four
+warpgroups processes every fourth page: it expands the page's 64 keys to bf16 in registers once, as the left operand of
+`wgmma`, and multiplies them with one token's queries after the other's, while the other warpgroups weight their
+products.
 
-A lane of a quad has 32 channels of a key in a row, as in `scores`; so the queries' channels are stored in the order in
-which fragments of the left operand then have them.
+A lane of a quad has 32 consecutive channels of a key, as in `scores`; so the queries' channels are stored in the order
+that matches fragments of that left operand.
 """
 
 from collections.abc import Callable
@@ -30,16 +31,17 @@ from dsv4_kernels.indexer.scores import (
 from dsv4_kernels.kv_layout import PAGE_ROWS
 
 TOKENS = 8
-"""Of a CTA: 16 KiB of shared memory each, with 64 heads."""
+"""Tokens of a CTA: 16 KiB of shared memory each, with 64 heads."""
 WARPGROUP = 128
 WARPGROUPS = 4
 THREADS = WARPGROUPS * WARPGROUP
 HALF_CHANNELS = KEY_DIM // 2
-"""Of a row of 128 bytes, in which the swizzle exchanges units of 16 bytes."""
+"""Channels of a row of 128 bytes, within which the swizzle exchanges units of 16 bytes."""
 ROW_BYTES = 2 * HALF_CHANNELS
 SWIZZLE_ROWS = 8
 CTAS = 512
-"""Aimed at: some for each multiprocessor, and pages enough for each that its queries are worth loading."""
+"""Number of CTAs to aim at: several for each multiprocessor, with enough pages for each to be worth loading its
+queries."""
 MAX_PAGES_A_CTA = 64
 
 
@@ -52,7 +54,7 @@ def pages_a_cta(tokens: int, num_pages: int) -> int:
 def launch(
     args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, num_tokens: Int32, stream: cuda.CUstream
 ) -> None:
-    """One CTA for a run of pages of eight tokens."""
+    """Launches one CTA for each run of pages of eight tokens."""
     kernel(args, heads, num_tokens).launch(
         grid=[runs, (num_tokens + (TOKENS - 1)) // TOKENS, 1],
         block=[THREADS, 1, 1],
@@ -63,7 +65,7 @@ def launch(
 
 @cute.kernel
 def kernel(args: Arguments, heads: cutlass.Constexpr[int], num_tokens: Int32) -> None:
-    """Scores of one run of pages."""
+    """Computes the scores of one run of pages."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     run, tile, _ = cute.arch.block_idx()
@@ -121,9 +123,9 @@ def kernel(args: Arguments, heads: cutlass.Constexpr[int], num_tokens: Int32) ->
 def store_queries(
     args: Arguments, heads: cutlass.Constexpr[int], first_token: Int32, num_tokens: Int32, thread: Int32, queries: Int32
 ) -> None:
-    """The CTA's queries to shared memory: of a token two tiles [heads][64 channels], swizzled by 128 bytes.
+    """Stores the CTA's queries to shared memory: for each token two tiles [heads][64 channels], swizzled by 128 bytes.
 
-    A thread has what one head gives to one instruction: of each lane of a quad four channels.
+    A thread has one head's channels of one instruction: four channels for each lane of a quad.
     """
     head, step = thread // STEPS, thread % STEPS
     row = queries + step // (STEPS // 2) * (heads * ROW_BYTES) + head * ROW_BYTES
@@ -139,7 +141,7 @@ def store_queries(
 
 @cute.jit
 def load_page(args: Arguments, request: Int32, page: Int32, key: Int32, quad: Int32, a: cute.Tensor) -> None:
-    """A lane's part of 64 keys as the left operand of all instructions."""
+    """Loads a lane's part of 64 keys, as the left operand of all instructions."""
     number = ptx.load_i32(args.page_table + Int64(request) * args.page_table_row_bytes + Int64(page) * 4)
     words, scales = load_keys(args.keys + Int64(number) * args.page_bytes, key, quad)
     for word in cutlass.range_constexpr(4):
@@ -149,9 +151,9 @@ def load_page(args: Arguments, request: Int32, page: Int32, key: Int32, quad: In
 
 
 def multiply(a: cute.Tensor, heads: int, queries: Int32) -> list:
-    """64 keys with the queries of one token in shared memory: a lane's sums, as `weigh` takes them.
+    """A lane's sums of 64 keys with one token's queries in shared memory, in the order that `weigh` takes.
 
-    One statement from fence to wait: nothing may touch the registers in between.
+    One PTX statement from the fence to the wait: the compiler must not touch the registers in between.
     """
     outs = ", ".join(f"{{$w{i}}}" for i in range(heads // 2))
     # Start in units of 16 bytes; 1,024 bytes from 8 rows to the next 8; swizzle of 128 bytes.
@@ -183,6 +185,6 @@ def multiply(a: cute.Tensor, heads: int, queries: Int32) -> list:
 
 
 def compile(arch: str, heads: int) -> Callable[..., None]:
-    """The launcher: (arguments, runs, tokens, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, runs, tokens, stream)."""
 
     return load_launcher("index_prefill_scores", heads, arch, launch, Arguments, heads, Int32, Int32)

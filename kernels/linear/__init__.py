@@ -1,8 +1,8 @@
-"""Products with weights, whose result for a row is the same in whatever company the row comes.
+"""Products of rows with weights; in batch-invariant implementations a row's bits do not depend on the other rows.
 
-All take x with rows in the first dimension and a weight stored [n, k], accumulate in fp32 and round once. On a CPU the
-implementation is "tiled" (see `dsv4_kernels.linear.tiled`): a row's bits do not depend on how many other rows come with
-it, which is what makes a served token independent of batch and chunk.
+All functions take x with rows in the first dimension and a weight stored [n, k], accumulate in fp32 and round once. On
+a CPU the implementation is "tiled" (see `dsv4_kernels.linear.tiled`), which is batch-invariant: a served token does not
+depend on batch and chunk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, act_qdq_block: int | None = None, impl: st
         [T, n] in x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes that do not match.
     """
     _check("linear", x, weight, x.dim() == 2 and weight.dim() == 2 and x.shape[1] == weight.shape[1])
     return select("linear", x.device, x.dtype, impl)(x, weight, act_qdq_block)
@@ -47,14 +47,14 @@ def linear_fp32(x: Tensor, weight: Tensor, impl: str | None = None) -> Tensor:
 
     Args:
         x: [T, k] fp32 or bf16.
-        weight: [n, k], any floating dtype; fp32 spares a conversion a call.
+        weight: [n, k], any floating dtype; fp32 saves a conversion per call.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         [T, n] fp32.
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: shapes that do not match.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear_fp32: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit each other")
@@ -73,7 +73,7 @@ def grouped_linear(x: Tensor, weight: Tensor, impl: str | None = None) -> Tensor
         [T, g, n] in x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes that do not match.
     """
     fits = x.dim() == 3 and weight.dim() == 3 and x.shape[1] == weight.shape[0] and x.shape[2] == weight.shape[2]
     _check("grouped_linear", x, weight, fits)
@@ -88,7 +88,7 @@ def grouped_linear_fp8_weight(
     quantises: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`grouped_linear` with a weight as the checkpoint has it, and what stands on either side of it in a layer.
+    """`grouped_linear` with an FP8 weight as the checkpoint stores it, and the layer's operations before and after it.
 
     ::
 
@@ -97,18 +97,18 @@ def grouped_linear_fp8_weight(
         if quantises: out = fp8_quantise(out [T, g n], 128, column_major=True)
 
     Args:
-        x: [T, g, k] fp32 or bf16. It is not written to.
-        weight: [g, n, k] float8_e4m3fn, none of it NaN.
+        x: [T, g, k] fp32 or bf16. It is not modified.
+        weight: [g, n, k] float8_e4m3fn without NaN.
         scale: [g, ceil(n / 128), ceil(k / 128)] fp32 powers of two.
-        rotation: None for none; its head_dim divides k.
-        quantises: whether the result is quantised; n must be a multiple of 128 then.
+        rotation: None for no rotation; its head_dim divides k.
+        quantises: whether the result is quantised; n must then be a multiple of 128.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         [T, g, n] in x's dtype, or codes [T, g n] and scales [T, g n / 128] of `dsv4_kernels.quant.fp8_quantise`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes that do not match.
     """
     name = "grouped_linear_fp8_weight"
     fits = x.dim() == 3 and weight.dim() == 3 and x.shape[1] == weight.shape[0] and x.shape[2] == weight.shape[2]
@@ -138,7 +138,7 @@ def grouped_linear_fp8_weight(
 
 
 def expand_fp8_weight(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """A weight of `grouped_linear_fp8_weight` in the dtype of its input, for products of many tokens: exact.
+    """A weight of `grouped_linear_fp8_weight` in the dtype of its input, without rounding, for products of many tokens.
 
     Args:
         weight: [g, n, k] float8_e4m3fn, n and k multiples of 128.
@@ -155,14 +155,14 @@ def expand_fp8_weight(weight: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 
 
 def linear_fp8(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, impl: str | None = None) -> Tensor:
-    """The product of FP8 layers (DeepSeek-V4 specification, section 4.2), of tokens that are quantised already.
+    """The product of FP8 layers (DeepSeek-V4 specification, section 4.2), of tokens that are already quantised.
 
     `sum_b (codes[:, b] @ weight[:, b].T) * (scales[:, b] * weight_scale[n // 128, b])` over the blocks b of 128
-    channels, each block's product in fp32, the blocks added in fp32 in their order, and rounded once.
+    channels: each block's product in fp32, the blocks added in fp32 in their order, and rounded once.
 
     Args:
         codes: [T, K] float8_e4m3fn.
-        scales: [T, ceil(K / 128)] fp32, powers of two, of any strides: `dsv4_kernels.quant.fp8_quantise` makes both.
+        scales: [T, ceil(K / 128)] fp32, powers of two, of any strides; `dsv4_kernels.quant.fp8_quantise` makes both.
         weight: [N, K] float8_e4m3fn.
         weight_scale: [ceil(N / 128), ceil(K / 128)] fp32.
         impl: implementation by name; None lets the registry choose.
@@ -171,7 +171,7 @@ def linear_fp8(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tens
         [T, N] bf16.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes that do not match.
     """
     operands = {"codes": codes, "scales": scales, "weight": weight, "weight_scale": weight_scale}
     shapes = ", ".join(f"{name} {tuple(operand.shape)}" for name, operand in operands.items())

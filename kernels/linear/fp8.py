@@ -1,4 +1,4 @@
-"""The FP8 product of few tokens on Hopper: checks, plan and launch. The kernel is in fp8_kernel.py."""
+"""The FP8 product of few tokens on Hopper: checks, choice of plan, and launch. The kernel is in fp8_kernel.py."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ARCH = "sm_90a"
 
 
 def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
 
     return load_launcher("linear_fp8", plan, arch, launch, Arguments, Int32, plan)
 
 
 def plans(most_tokens: int) -> list[Plan]:
-    """All that calls of so many tokens at most may get, with any weight."""
+    """All plans that calls of at most `most_tokens` tokens may get, with any weight."""
     widths = [width for before, width in zip((0, *TOKENS), TOKENS, strict=False) if before < most_tokens]
     return [planned(rows, width) for rows in ROWS for width in widths]
 
@@ -35,12 +35,12 @@ def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, pl
     """`dsv4_kernels.linear.linear_fp8` on Hopper: at most 128 tokens, K a multiple of 128, N of 8.
 
     Args:
-        codes, scales, weight, weight_scale: as there. Rows of codes lie at multiples of 16 bytes. No kernel writes
+        codes, scales, weight, weight_scale: as there. Rows of codes lie at multiples of 16 bytes. No kernel may write
             weights and their scales while a model runs: they are read before the kernel before has ended.
         plan: None chooses. The bits are the same.
 
     Raises:
-        ValueError: sizes or strides that the kernel is not made for.
+        ValueError: sizes or strides that the kernel does not support.
     """
     (num_tokens, channels), num_rows = codes.shape, weight.shape[0]
     _check(codes, scales, weight, weight_scale)

@@ -1,31 +1,32 @@
-"""FP8 products of few tokens on Hopper (sm_90a): the kernel. fp8_plan.py has its shapes, fp8.py the host's side.
+"""FP8 products of few tokens on Hopper (sm_90a): the kernel. fp8_plan.py has its shapes, fp8.py the host side.
 
-Memory bounds it: a weight is read once, at 4.3 TB/s of an H200, which is 33 GB/s or some 19 bytes a clock for each
-multiprocessor.
+The kernel is bound by memory: a weight is read once, at 4.3 TB/s of an H200, which is 33 GB/s or some 19 bytes a clock
+for each multiprocessor.
 
-The order of summation is DeepGEMM's, and so are the bits: four instructions of 32 channels follow each other
-in one accumulator, that of a block of 128 channels; it is multiplied by (scale of the token * scale of the weight) and
-added, `sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. As there, tokens are the left
-operand of `wgmma` and weights the right one. So K can't be divided, unless what is summed is exchanged: four bytes a
-token and weight row, which at 32 tokens is as much as the block's weights.
+The order of summation is DeepGEMM's, and so are the bits: four instructions of 32 channels follow each other in one
+accumulator, that of a block of 128 channels; it is multiplied by (scale of the token * scale of the weight) and added,
+`sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. As there, tokens are the left
+operand of `wgmma` and weights the right one. So K cannot be split without exchanging sums: four bytes for each token
+and weight row, which at 32 tokens is as much as the block's weights.
 
 Instead tiles are narrow. A tile is 16, 32 or 64 rows of the weight and all of K, so that most multiprocessors have one
-(N = 4,096: 128 of 32 rows; N = 1,536: 96 of 16); of a larger weight persistent CTAs take several. As the right operand
-a tile has no padding. The left one always has 64 rows, but it comes from registers: a warp has 16 tokens of it, and
-one that has none loads nothing. An instruction of 32 rows or less takes 16 clocks, a block 64: less than the 110 in
-which 16 rows of it come from memory.
+(N = 4,096: 128 tiles of 32 rows; N = 1,536: 96 of 16); for a larger weight, persistent CTAs process several. As the
+right operand a tile has no padding. The left operand always has 64 rows, but it comes from registers: a warp has 16
+tokens of it, and a warp without tokens loads nothing. An instruction of 32 rows or less takes 16 clocks, a block 64:
+less than the 110 clocks in which 16 rows of it arrive from memory.
 
-Every CTA reads all tokens: at 64 tokens and tiles of 32 rows twice as much as weights, from L2, which does not give
-three times what memory does. So the CTAs of a cluster bring each other the tokens (TMA multicast), a part each.
+Every CTA reads all tokens: at 64 tokens and tiles of 32 rows twice as many bytes as weights, from L2, which does not
+give three times memory's bandwidth. So each CTA of a cluster loads a part of the tokens for all of them (TMA
+multicast).
 
     WEIGHTS (1 warp)             waits empty[stage]; weights (TMA) and their scales (cp.async) arrive at full[stage]
     TOKENS (1 warp)              the same for tokens and their scales
     CONSUMER (1 warpgroup or 2)  64 tokens each: waits full[stage], arrives at empty[stage] of the whole cluster
 
-A stage is some blocks of a tile. WEIGHTS does not wait for the kernel before (`dependent_launch`, rule 1): as many
-weights as there are stages are under way while that one ends.
+A stage is some blocks of a tile. WEIGHTS does not wait for the kernel before (`dependent_launch`, rule 1): while that
+kernel ends, the weights of all stages are in flight.
 
-Nothing of a token's sum depends on its place, on the number of tokens or on the plan.
+A token's sum depends neither on its index, nor on the number of tokens, nor on the plan.
 """
 
 from enum import IntEnum
@@ -44,14 +45,14 @@ from dsv4_kernels.linear.fp8_products import fragments, multiply_add, places_of_
 
 
 class Producer(IntEnum):
-    """Producer warps, behind the consumers'."""
+    """Producer warps, numbered after the consumers'."""
 
     WEIGHTS = 0
     TOKENS = 1
 
 
 class Work(NamedTuple):
-    """Tiles of a CTA: first, first + stride, ..., so many; and stages of each."""
+    """Tiles of a CTA: first, first + stride, ..., `turns` of them; and the steps of each, one stage a step."""
 
     first: Int32
     stride: Int32
@@ -60,7 +61,7 @@ class Work(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The stages in shared memory: addresses of the first one's parts, and barriers of all."""
+    """The stages in shared memory: addresses of the first stage's parts, and barriers of all stages."""
 
     weights: Int32  # [stages, blocks, rows, 128] e4m3, swizzled by 128 bytes
     tokens: Int32  # [stages, blocks, tokens, 128] e4m3, swizzled by 128 bytes
@@ -71,7 +72,7 @@ class Ring(NamedTuple):
 
 @cute.jit
 def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
-    """Persistent: num_clusters is at most what is resident at once."""
+    """Launches persistent clusters: num_clusters is at most the number that is resident at once."""
     weights = tma_of(args.weight, args.num_rows, args.weight_row_bytes, args.num_blocks, plan.rows, 1)
     tokens = tma_of(args.codes, args.num_tokens, args.codes_row_bytes, args.num_blocks, plan.brought, plan.cluster)
     kernel(args, plan, weights, tokens).launch(
@@ -80,19 +81,19 @@ def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream
         block=[plan.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=plan.ctas_per_sm,
-        preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
+        preferred_smem_carveout=100,  # percent: the planned number of CTAs fits
         use_pdl=dependent_launch.is_on(),
     )
 
 
 def swizzled(shape: tuple) -> cute.ComposedLayout:
-    """Boxes of rows of 128 bytes, one behind the other."""
+    """Layout of consecutive boxes of rows of 128 bytes, swizzled."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
 def tma_of(start: Int64, rows: Int32, row_bytes: Int64, blocks: Int32, box_rows: int, cluster: int) -> TmaTensor:
-    """Loads of one block of some rows; zeros in place of rows that there are not."""
+    """TMA loads of one block of some rows; zeros for rows that do not exist."""
     pointer = cute.make_ptr(Float8E4M3FN, start, cute.AddressSpace.gmem, assumed_align=16)
     layout = cute.make_layout((rows, blocks * BLOCK), stride=(cute.assume(row_bytes, 16), 1))
     operation = cpasync.CopyBulkTensorTileG2SMulticastOp() if cluster > 1 else cpasync.CopyBulkTensorTileG2SOp()
@@ -118,7 +119,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
         cpasync.prefetch_descriptor(tma_tokens.atom)
         with cute.arch.elect_one():
             for stage in cutlass.range_constexpr(plan.stages):
-                # The bytes of TMA; scales of the weight; of tokens.
+                # Arrivals: the announcement of TMA's bytes, scales of the weight, scales of tokens.
                 cute.arch.mbarrier_init(full + stage, 1 + plan.blocks + WARP)
                 cute.arch.mbarrier_init(empty + stage, plan.consumer_warps * plan.cluster)
             cute.arch.mbarrier_init_fence()
@@ -145,20 +146,21 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
     else:
         dependent_launch.begin()
         if const_expr(plan.cluster > 1):
-            cute.arch.cluster_wait()  # the barriers are there, those of the others, too
+            cute.arch.cluster_wait()  # the barriers of all CTAs are set up
         if warp == plan.consumer_warps + Producer.TOKENS:
             boxes = boxes_of(tma_tokens, tokens, plan.brought, plan.stages * plan.blocks * plan.cluster)
             load_tokens(args, plan, tma_tokens, boxes, ring, work, rank, lane)
         else:
             consume(args, plan, ring, work, thread)
     if const_expr(plan.cluster > 1):
-        # What others send is waited for by consumers here; their arrivals at barriers of this CTA are by nobody.
+        # Consumers wait for the copies of other CTAs, but no thread waits for the last arrivals of other CTAs at this
+        # CTA's barriers. So this CTA must not end before the others.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
 
 def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, count: int) -> tuple:
-    """(shared memory, global memory) of TMA copies, a box first: so many places, and [rows' box, block]."""
+    """(shared memory, global memory) operands of TMA copies, a box first: `count` boxes, and [rows' box, block]."""
     layout = swizzled((rows, BLOCK, count))
     places = cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=Float8E4M3FN), layout.outer)
     blocks = cute.local_tile(tma.tensor, (rows, BLOCK), (None, None))
@@ -166,12 +168,13 @@ def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, count: int) -> tupl
     return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *blocks)
 
 
-# ---- producers
+# Producers
 
 
 @cute.jit
 def wait_empty(plan: cutlass.Constexpr, ring: Ring, stage: pipeline.Stage) -> None:
-    """Until all consumers that read this stage, or will get what is written there, have given it back."""
+    """Waits until all consumers that read this stage, here or in CTAs that receive this CTA's copies, have released
+    it."""
     if const_expr(plan.cluster > 1):
         ptx.wait_cluster(Int32((ring.empty + stage.index).toint()), stage.phase)
     else:
@@ -188,12 +191,12 @@ def load_weights(
     work: Work,
     lane: Int32,
 ) -> None:
-    """Copies weights and their scales, a stage after the other, and says how many bytes of codes come in all."""
+    """Copies weights and their scales, one stage after the other, and announces the bytes of all codes of a stage."""
     targets, sources = boxes
     stage = pipeline.first_to_fill()
     for turn in cutlass.range(work.turns, unroll=1):
         tile = work.first + turn * work.stride
-        # Of a tile that does not exist, beside one of the cluster that does, no address is made.
+        # A cluster's last tiles may not exist: no address is computed for them.
         has_scales = tile * plan.rows < args.num_rows
         scale_row = args.weight_scale
         if has_scales:
@@ -211,9 +214,9 @@ def load_weights(
                 address, num_bytes = scale_row, Int32(0)
                 if has_scales & (block < args.num_blocks):
                     address, num_bytes = scale_row + Int64(block) * 4, Int32(4)
-                behind_tokens = plan.blocks * plan.tokens + lane
+                index = plan.blocks * plan.tokens + lane  # after the tokens' scales
                 scales = ring.scales + stage.index * plan.scale_bytes
-                ptx.copy_4_bytes_async(scales + behind_tokens * 4, address, num_bytes)
+                ptx.copy_4_bytes_async(scales + index * 4, address, num_bytes)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full)
             stage = pipeline.following(stage, plan.stages)
 
@@ -229,7 +232,7 @@ def load_tokens(
     rank: Int32,
     lane: Int32,
 ) -> None:
-    """Copies what this CTA brings of the tokens, to the whole cluster, and the scales of all of them, to itself."""
+    """Copies this CTA's part of the tokens to the whole cluster, and the scales of all tokens to its own stages."""
     targets, sources = boxes
     stage = pipeline.first_to_fill()
     for _ in cutlass.range(work.turns, unroll=1):
@@ -240,8 +243,8 @@ def load_tokens(
                 source = sources[None, rank, step * plan.blocks + i]
                 target = targets[None, (stage.index * plan.blocks + i) * plan.cluster + rank]
                 if const_expr(plan.cluster > 1):
-                    everyone = cutlass.Int16((1 << plan.cluster) - 1)
-                    cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full, mcast_mask=everyone)
+                    all_ctas = cutlass.Int16((1 << plan.cluster) - 1)
+                    cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full, mcast_mask=all_ctas)
                 else:
                     cute.copy(tma_tokens.atom, source, target, tma_bar_ptr=full)
             copy_scales(args, plan, ring.scales + stage.index * plan.scale_bytes, step * plan.blocks, lane)
@@ -264,12 +267,12 @@ def copy_scales(args: Arguments, plan: cutlass.Constexpr, shared: Int32, first_b
             ptx.copy_4_bytes_async(shared + number * 4, address, num_bytes)
 
 
-# ---- consumers
+# Consumers
 
 
 @cute.jit
 def consume(args: Arguments, plan: cutlass.Constexpr, ring: Ring, work: Work, thread: Int32) -> None:
-    """A consumer warpgroup: 64 tokens of every tile, 16 a warp."""
+    """A consumer warpgroup: computes 64 tokens of every tile, 16 a warp."""
     lane, first_token = thread % WARP, thread // WARP * 16
     exists = Int32(first_token < args.num_tokens)
     places = places_of_tokens(plan, first_token, lane), places_of_scales(plan, first_token, lane)
@@ -283,7 +286,7 @@ def consume(args: Arguments, plan: cutlass.Constexpr, ring: Ring, work: Work, th
             weights = ring.weights + stage.index * plan.weight_bytes
             scales = ring.scales + stage.index * plan.scale_bytes
             multiply_add(plan, left, weights, scales, places[1], sums)
-            cute.arch.fence_view_async_shared()  # generic loads, before TMA writes there
+            cute.arch.fence_view_async_shared()  # generic loads before writes by TMA
             cute.arch.sync_warp()
             give_back(plan, ring.empty + stage.index, lane)
             stage = pipeline.following(stage, plan.stages)
@@ -292,7 +295,7 @@ def consume(args: Arguments, plan: cutlass.Constexpr, ring: Ring, work: Work, th
 
 @cute.jit
 def give_back(plan: cutlass.Constexpr, empty: cute.Pointer, lane: Int32) -> None:
-    """This warp has read the stage: to every CTA that may write there."""
+    """Arrives at `empty` of a stage that this warp has read, in every CTA that may write there."""
     if const_expr(plan.cluster > 1):
         if lane < plan.cluster:
             ptx.arrive_remote(ptx.remote(Int32(empty.toint()), lane))

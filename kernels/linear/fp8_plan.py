@@ -1,4 +1,5 @@
-"""Static plan of the FP8 product on Hopper: tiles, stages, shared memory, and which a call gets (see fp8_kernel.py)."""
+"""Static plan of the FP8 product on Hopper: tiles, stages, shared memory, and the choice for a call (see
+fp8_kernel.py)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,7 +7,7 @@ from typing import NamedTuple
 from cutlass import Int32, Int64
 
 BLOCK = 128
-"""Channels that share a scale; and 128 bytes, a row of a stage."""
+"""Channels that share a scale; also 128 bytes, a row of a stage."""
 WARP = 32
 WARPGROUP = 128
 MMA_TOKENS = 64
@@ -14,29 +15,29 @@ MMA_TOKENS = 64
 PRODUCTS = BLOCK // 32
 """Instructions of a block."""
 ROWS = (16, 32, 64)
-"""Of the weight in a tile."""
+"""Possible numbers of rows of the weight in a tile."""
 TOKENS = (8, 16, 32, 64, 128)
-"""Widths of a plan."""
+"""Possible numbers of tokens of a plan."""
 MOST_TOKENS = TOKENS[-1]
 SMEM_BYTES = 227 * 1024
-"""Of a multiprocessor's CTAs."""
+"""Shared memory of a multiprocessor that CTAs can use."""
 ALIGNMENT = 2048
-"""Of shared memory, what aligning a CTA's part and the system's own kilobyte take at most."""
+"""The most shared memory that a CTA loses to alignment and to the system's own kilobyte."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is compiled for. None of it changes a bit of a result."""
+    """Compile-time parameters. None of them changes a bit of a result."""
 
     rows: int
-    """Of the weight, in a tile: one of `ROWS`."""
+    """Rows of the weight in a tile: one of `ROWS`."""
     tokens: int
-    """That there is room for: one of `TOKENS`."""
+    """The most tokens: one of `TOKENS`."""
     blocks: int
-    """Of 128 channels, in a stage."""
+    """Blocks of 128 channels in a stage."""
     stages: int
     cluster: int = 1
-    """CTAs with neighbouring tiles, each of which brings all of them a part of the tokens."""
+    """CTAs with neighbouring tiles, each of which loads a part of the tokens for all of them."""
     ctas_per_sm: int = 1
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Plan:
             raise ValueError(f"{self}: {problem}")
 
     def problem(self) -> str | None:
-        """What the kernel is not made for, of all that this could be; None for a plan that it runs."""
+        """Why the kernel does not support this plan; None for a supported one."""
         if self.rows not in ROWS or self.tokens not in TOKENS:
             return f"rows are one of {ROWS}, tokens of {TOKENS}"
         if self.cluster not in (1, 2, 4, 8) or self.tokens // self.cluster < 8:
@@ -58,59 +59,59 @@ class Plan:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups, of 64 tokens each."""
+        """Consumer warpgroups, of 64 tokens each."""
         return -(-self.tokens // MMA_TOKENS)
 
     @property
     def consumer_warps(self) -> int:
-        """All but the producers."""
+        """Warps that are not producers."""
         return self.consumers * WARPGROUP // WARP
 
     @property
     def threads(self) -> int:
-        """Of a CTA: consumers, and two producer warps."""
+        """Threads of a CTA: consumers, and two producer warps."""
         return (self.consumer_warps + 2) * WARP
 
     @property
     def accumulators(self) -> int:
-        """Numbers that a lane sums."""
+        """Accumulators of a lane."""
         return self.rows // 2
 
     @property
     def brought(self) -> int:
-        """Tokens that a CTA of the cluster brings to all of them."""
+        """Tokens that a CTA of the cluster loads for all of them."""
         return self.tokens // self.cluster
 
     # Shared memory: the stages' weights, then their tokens, then the scales of both, then barriers.
 
     @property
     def weight_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage's weights."""
         return self.blocks * self.rows * BLOCK
 
     @property
     def token_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage's tokens."""
         return self.blocks * self.tokens * BLOCK
 
     @property
     def scale_bytes(self) -> int:
-        """Of a stage: fp32 of [blocks, tokens], then of [4 blocks] of the weight."""
+        """Bytes of a stage's scales: fp32 of [blocks, tokens], then of [4 blocks] of the weight."""
         return (self.blocks * self.tokens + 4) * 4
 
     @property
     def stage_bytes(self) -> int:
-        """With both barriers."""
+        """Bytes of a stage, with both barriers."""
         return self.weight_bytes + self.token_bytes + self.scale_bytes + 16
 
     @property
     def shared_bytes(self) -> int:
-        """Of a CTA."""
+        """Shared memory of a CTA."""
         return self.stages * self.stage_bytes + ALIGNMENT
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments; addresses are Int64. Rows of codes lie at multiples of 16 bytes, channels side by side."""
+    """Dynamic arguments; addresses are Int64. Rows of codes lie at multiples of 16 bytes, with contiguous channels."""
 
     codes: Int64  # [T, K] e4m3
     codes_row_bytes: Int64
@@ -119,21 +120,21 @@ class Arguments(NamedTuple):
     scales_block_bytes: Int64
     weight: Int64  # [N, K] e4m3
     weight_row_bytes: Int64
-    weight_scale: Int64  # [ceil(N / 128), K / 128] fp32, a row's blocks side by side
+    weight_scale: Int64  # [ceil(N / 128), K / 128] fp32, a row's blocks contiguous
     weight_scale_row_bytes: Int64
     out: Int64  # [T, N] bf16, contiguous in N
     out_row_bytes: Int64
     num_tokens: Int32
     num_rows: Int32  # N
     num_blocks: Int32  # K / 128
-    num_tiles: Int32  # of the clusters: ceil(N / (rows * cluster))
+    num_tiles: Int32  # tiles of clusters: ceil(N / (rows * cluster))
 
 
 BUSY = 0.7
-"""Share of the multiprocessors that are to have a tile: fewer than all can take what memory gives."""
+"""The least share of multiprocessors that should have a tile: fewer than all can use the whole memory bandwidth."""
 IN_FLIGHT = 64 * 1024
-"""Bytes of weights that a multiprocessor's stages hold: 132 of them have 8 MB under way, twice what the latency of
-memory takes (4.3 TB/s times 0.9 us)."""
+"""Bytes of weights in a multiprocessor's stages: 132 multiprocessors have 8 MB in flight, twice the product of memory's
+bandwidth and latency (4.3 TB/s times 0.9 us)."""
 
 
 def tile_rows(num_rows: int, multiprocessors: int) -> int:
@@ -158,11 +159,11 @@ def chosen(num_tokens: int, num_rows: int, multiprocessors: int) -> Plan:
 
 
 def planned(rows: int, tokens: int) -> Plan:
-    """For a shape of tile: stages of four blocks, or of two where they have more bytes, and as many as hold `IN_FLIGHT`
-    or as there is memory for.
+    """The plan for a shape of tile: stages of four blocks, or of two blocks where a block has more bytes, and as many
+    stages as hold `IN_FLIGHT` bytes or fit the shared memory.
 
-    What a stage takes beside its products (a wait, loads of fragments, a wait for the last product: some 200 clocks)
-    is less the more blocks it has; a block's products take 80.
+    The overhead of a stage besides its products (a wait, loads of fragments, a wait for the last product: some 200
+    clocks) is amortised over its blocks; a block's products take 80 clocks.
     """
     blocks = 2 if rows == 64 or tokens == MOST_TOKENS else 4
     cluster = 2 if tokens >= 16 else 1

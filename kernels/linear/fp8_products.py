@@ -1,4 +1,4 @@
-"""Products of a stage on Hopper, e4m3 by e4m3: fragments of the tokens, and the statement that multiplies and adds.
+"""Products of a stage on Hopper, e4m3 by e4m3: fragments of the tokens, and the PTX statement that multiplies and adds.
 
 Tokens are the left operand, in registers; weights the right one, in shared memory (see fp8_kernel.py).
 """
@@ -11,15 +11,15 @@ from dsv4_kernels.linear.fp8_plan import BLOCK, MMA_TOKENS, PRODUCTS, Plan
 
 ROW_BYTES = BLOCK
 ATOM_BYTES = 8 * ROW_BYTES
-"""Of what a swizzle repeats after."""
+"""Bytes after which the swizzle repeats."""
 
 
 def fragments(plan: Plan, tokens: Int32, places: tuple, exists: Int32) -> list:
-    """A warp's 16 tokens over a stage, four words of each instruction; zeros unless `exists`.
+    """A warp's 16 tokens over a stage, four words for each instruction; zeros unless `exists`.
 
     Args:
         plan: of the kernel.
-        tokens: of the stage.
+        tokens: address of the stage's tokens.
         places: of `places_of_tokens`.
         exists: whether the warp has tokens at all.
     """
@@ -31,14 +31,14 @@ def fragments(plan: Plan, tokens: Int32, places: tuple, exists: Int32) -> list:
 
 
 def places_of_tokens(plan: Plan, first_token: Int32, lane: Int32) -> tuple:
-    """Where in a block a lane finds its row's part for each of the four instructions: of row lane % 16 the first or the
-    second 16 bytes of 32, as `ldmatrix` wants them."""
+    """Offsets in a block at which a lane finds its row's part for each of the four instructions: the first or the
+    second 16 bytes of 32 of row lane % 16, as `ldmatrix` reads them."""
     row = (first_token + lane % 16) % plan.tokens  # with 8 tokens the second eight are the first again
     return tuple(row * ROW_BYTES + ((2 * product + lane // 16) ^ (row & 7)) * 16 for product in range(PRODUCTS))
 
 
 def load_matrices_if(exists: Int32, address: Int32) -> tuple:
-    """Four 8 x 8 matrices of two bytes, or zeros; the warp agrees."""
+    """Four 8 x 8 matrices of two-byte elements, or zeros; all lanes of the warp must agree."""
     zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(4))
     return ptx.asm(
         "{\n.reg .pred p;\nsetp.ne.s32 p, {$r1}, 0;\n"
@@ -50,21 +50,21 @@ def load_matrices_if(exists: Int32, address: Int32) -> tuple:
 
 
 def places_of_scales(plan: Plan, first_token: Int32, lane: Int32) -> tuple:
-    """Where in a stage's scales a lane finds those of its two tokens, of the first block."""
+    """Offsets in a stage's scales of the lane's two tokens, for the first block."""
     return tuple((first_token + lane // 4 + 8 * half) % plan.tokens * 4 for half in range(2))
 
 
 def multiply_add(plan: Plan, left: list, weights: Int32, scales: Int32, places: tuple, sums: cute.Tensor) -> None:
-    """Adds a stage's products to a lane's sums: element 4 j + 2 h + b is of token lane // 4 + 8 h and of the tile's row
-    8 j + 2 (lane % 4) + b.
+    """Adds a stage's products to a lane's sums: element 4 j + 2 h + b belongs to token lane // 4 + 8 h and to the
+    tile's row 8 j + 2 (lane % 4) + b.
 
-    One statement from the fence to the last wait: nothing may touch the registers in between. A block is added while
-    later ones are multiplied, and scales are loaded meanwhile.
+    One PTX statement from the fence to the last wait: the compiler must not touch the registers in between. A block is
+    added while later blocks are multiplied, and scales are loaded meanwhile.
 
     Args:
         plan: of the kernel.
         left: of `fragments`.
-        weights, scales: of the stage.
+        weights, scales: addresses of the stage's parts.
         places: of `places_of_scales`.
         sums: added to.
     """
@@ -89,7 +89,7 @@ def multiply_add(plan: Plan, left: list, weights: Int32, scales: Int32, places: 
 
 
 def products(plan: Plan, blocks: list[list[str]], weights: str) -> list[str]:
-    """Lines that declare registers, and start the products of all blocks, a group each."""
+    """PTX lines that declare registers and start the products of all blocks, one `wgmma` group a block."""
     descriptor = (1 << 62) | (ATOM_BYTES // 16 << 32) | (1 << 16)  # swizzle of 128 bytes; from 8 rows to the next 8
     lines = [
         ".reg .b64 at, b;",

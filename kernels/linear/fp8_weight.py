@@ -1,23 +1,23 @@
 """Products of few tokens with an FP8 weight on Hopper (sm_90a): the first half of the grouped output projection.
 
-The weight is read as the checkpoint has it, e4m3 with a power of two for 128 x 128, and becomes bf16 in registers. That
-is exact, so the operands are those of the bf16 product; and as instructions, the 16 channels of each and all sums are
-those of `linear.kernel`, so are the bits: a quarter of K (a segment) in one accumulator, quarters added in order. Only
-inside an instruction channels stand in another order (see `sum_stage`), which on the hardware changes nothing. What
-else is done here saves launches and changes no bit either: x may be rotated back on the way, the result quantised.
+The weight is read as the checkpoint stores it, e4m3 with a power of two for 128 x 128, and becomes bf16 in registers
+without rounding, so the operands are those of the bf16 product. Instructions, the 16 channels of each and the order of
+all sums are those of `linear.kernel`, so the bits are, too: a quarter of K (a segment) in one accumulator, quarters
+added in order. Only within an instruction channels are in another order (see `sum_stage`), which changes no bit on the
+hardware. The fused operations save launches and change no bit either: x may be rotated back, the result quantised.
 
-Bound by memory, so all multiprocessors have to ask for the weight, also of two groups. A cluster has 128 rows of the
-weight and some tokens, each of its four CTAs one segment of K:
+The kernel is bound by memory, so all multiprocessors have to load the weight, even with two output groups. A cluster
+has 128 rows of the weight and some tokens, each of its four CTAs one segment of K:
 
     load      weight, scale and tokens of 128 channels by cp.async into a ring of stages, several ahead
-    rotate    who copied the last 64 channels of a head turns them, in the stage, before the others look
+    rotate    a thread that copied channels among a head's last 64 turns them, in the stage, before other threads read
     sum       a warp has 16 or 32 rows and all tokens: codes to bf16, mma.m16n8k16
     exchange  a quad's lane q has the sums of tokens 2 q and 2 q + 1 of eight: they go to CTA q, by st.async
     finish    CTA q adds the four segments' sums, rounds to bf16, and may quantise: it has 128 rows of a token
 
 Who waits for whom: a CTA's threads for each other at every stage (sync_threads); senders until all CTAs of the cluster
-have begun (the cluster's barrier) and, if the sums take the place of the stages, until none reads these any more
-(`ready`); who finishes, for the bytes of all four (`received`). Nobody waits for another cluster.
+have started (the cluster's barrier) and, if the sums overwrite the stages, until no CTA reads these any more (`ready`);
+finishing warps for the bytes of all four CTAs (`received`). No CTA waits for another cluster.
 """
 
 from dataclasses import dataclass
@@ -35,26 +35,26 @@ from dsv4_kernels.device.rotation import cosine_and_sine, inverted, position_of,
 from dsv4_kernels.linear.kernel import MMA_ROWS, MMA_TOKENS, SEGMENTS, UNITS, WARP, left_matrices
 
 ROWS = 128
-"""Of the weight in a cluster: those that share a scale, in the weight and in the quantised result."""
+"""Rows of the weight in a cluster: rows that share a scale, in the weight and in the quantised result."""
 STEP = 128
-"""Channels of a stage: those that share a scale of the weight."""
+"""Channels of a stage: channels that share a scale of the weight."""
 HEAD = 512
-"""Channels of a head, of which the last ROTATED are turned."""
+"""Channels of a head, of which the last ROTATED are rotated."""
 ROTATED = 64
 PAIRS = ROTATED // 2
 WEIGHT_ROW_BYTES, TOKEN_BYTES = STEP, 2 * STEP
-"""Of a row, and of a token, in a stage."""
+"""Bytes of a row of the weight, and of a token, in a stage."""
 TOKEN_UNITS = TOKEN_BYTES // 16
-"""Of 16 bytes of a token in a stage; a row has UNITS."""
+"""Units of 16 bytes of a token in a stage; a row has UNITS."""
 ROTATED_UNITS = 2 * ROTATED // 16
 SUM_TILE_BYTES = MMA_ROWS * MMA_TOKENS + 16
-"""What one CTA gets of an instruction's 16 rows: of two tokens, in fp32. The 16 bytes more keep what a warp reads at a
-time in different banks."""
+"""Bytes that one CTA receives of an instruction's 16 rows: two tokens, in fp32. 16 bytes of padding put the words that
+a warp reads at a time into different banks."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a cluster computes at once, and how a CTA's warps share it."""
+    """The part of the result that a cluster computes at once, and how a CTA's warps share it."""
 
     tokens: int
     warps: int
@@ -62,61 +62,61 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return self.warps * WARP
 
     @property
     def row_tiles(self) -> int:
-        """Of 16 rows, of a warp."""
+        """Tiles of 16 rows of a warp."""
         return ROWS // MMA_ROWS // self.warps
 
     @property
     def token_tiles(self) -> int:
-        """Of 8 tokens."""
+        """Tiles of 8 tokens."""
         return self.tokens // MMA_TOKENS
 
-    # Shared memory: the stages, their scales, the turns, the sums of all segments. Sums of many tokens have the place
-    # of the stages.
+    # Shared memory: the stages, their scales, the turns, the sums of all segments. Sums of many tokens overwrite the
+    # stages.
 
     @property
     def stage_bytes(self) -> int:
-        """Of a stage: rows of the weight, then tokens."""
+        """Bytes of a stage: rows of the weight, then tokens."""
         return ROWS * WEIGHT_ROW_BYTES + self.tokens * TOKEN_BYTES
 
     @property
     def scales_offset(self) -> int:
-        """Of the stages' scales."""
+        """Offset of the stages' scales."""
         return self.stages * self.stage_bytes
 
     @property
     def turns_offset(self) -> int:
-        """Of a cosine and a sine for each token and pair."""
+        """Offset of the cosines and sines, one pair of numbers for each token and channel pair."""
         return self.scales_offset + 16 * -(-self.stages // 4)
 
     @property
-    def sums_take_the_stages(self) -> bool:
-        """Whether sums are sent only when nobody in the cluster reads stages any more."""
+    def sums_overwrite_stages(self) -> bool:
+        """Whether the sums overwrite the stages, so that they are sent only when no CTA of the cluster reads stages."""
         return self.tokens > 16
 
     @property
     def sums_offset(self) -> int:
-        """Of what the CTAs of the cluster send."""
-        return 0 if self.sums_take_the_stages else self.turns_offset + self.tokens * PAIRS * 8
+        """Offset of the sums that the CTAs of the cluster send."""
+        return 0 if self.sums_overwrite_stages else self.turns_offset + self.tokens * PAIRS * 8
 
     @property
     def sums_bytes(self) -> int:
-        """Of all segments."""
+        """Bytes of all segments' sums."""
         return SEGMENTS * self.token_tiles * (ROWS // MMA_ROWS) * SUM_TILE_BYTES
 
     @property
     def shared_bytes(self) -> int:
-        """Without the barriers."""
+        """Shared memory of a CTA without the barriers."""
         return max(self.turns_offset + self.tokens * PAIRS * 8, self.sums_offset + self.sums_bytes)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for besides the architecture."""
+    """Compile-time parameters besides the architecture."""
 
     tile: Tile
     rotates: bool
@@ -146,7 +146,7 @@ class Arguments(NamedTuple):
     num_tokens: Int32
     num_token_tiles: Int32
     num_row_tiles: Int32  # N / 128
-    steps: Int32  # of a segment, K / 4 / 128
+    steps: Int32  # steps of a segment, K / 4 / 128
 
 
 @cute.jit
@@ -157,7 +157,7 @@ def launch(
     groups: Int32,
     stream: cuda.CUstream,
 ) -> None:
-    """One cluster for 128 rows of a group and a tile of tokens."""
+    """Launches one cluster for 128 rows of an output group and a tile of tokens."""
     kernel(args, configuration).launch(
         grid=[SEGMENTS, row_and_token_tiles, groups],
         cluster=[SEGMENTS, 1, 1],
@@ -170,11 +170,11 @@ def launch(
 
 
 class Place(NamedTuple):
-    """Of a CTA: its segment of K, its tokens, and where its part of everything lies."""
+    """A CTA's segment of K, its tokens, and the addresses of its part of all tensors."""
 
     segment: Int32
     first_token: Int32
-    tokens: Int32  # that exist, of its tile
+    tokens: Int32  # tokens of its tile that exist
     x: Int64
     codes: Int64
     scales: Int64
@@ -194,11 +194,11 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
         cute.arch.mbarrier_init(ready, SEGMENTS)
         cute.arch.mbarrier_init(received, 1)
         cute.arch.mbarrier_init_fence()
-        # Of every instruction's tile this CTA gets two tokens of each quad, from every segment.
+        # This CTA receives two tokens of each quad of every instruction's tile, from every segment.
         of_tile = SUM_TILE_BYTES - 16
         cute.arch.mbarrier_arrive_and_expect_tx(received, tile.sums_bytes // SUM_TILE_BYTES * of_tile)
-    cute.arch.cluster_arrive_relaxed(aligned=False)  # thread 0 comes later
-    # Neighbours in the grid share their rows of the weight, which are then read from memory once.
+    cute.arch.cluster_arrive_relaxed(aligned=False)  # thread 0 arrives later
+    # Neighbours in the grid have the same rows of the weight, which are then read from memory once.
     row_tile = number // args.num_token_tiles
     first_token = (number - row_tile * args.num_token_tiles) * tile.tokens
     first_channel = segment * args.steps * STEP
@@ -231,8 +231,8 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
     sums = cute.make_rmem_tensor((tile.row_tiles * tile.token_tiles * 4,), Float32)
     sums.fill(0.0)
     sum_segment(args, configuration, place, thread, warp, lane, shared, sums)
-    cute.arch.cluster_wait()  # all CTAs of the cluster have begun, with their barriers
-    if cutlass.const_expr(tile.sums_take_the_stages):
+    cute.arch.cluster_wait()  # all CTAs of the cluster have started and set up their barriers
+    if cutlass.const_expr(tile.sums_overwrite_stages):
         cute.arch.sync_threads()
         if thread < SEGMENTS:
             ptx.arrive_remote(ptx.remote(Int32(ready.toint()), thread))
@@ -249,7 +249,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
 
 @cute.jit
 def fetch_ahead(args: Arguments, tile: cutlass.Constexpr[Tile], place: Place, thread: Int32) -> None:
-    """Asks L2 for all of this CTA's weight: no kernel writes it, so the one before may still run."""
+    """Prefetches all of this CTA's weight into L2: no kernel writes it, so the kernel before may still run."""
     for line in cutlass.range(thread, ROWS * args.steps, tile.threads, unroll=1):
         row = line // args.steps
         address = place.codes + Int64(row) * args.code_row_bytes + Int64(line - row * args.steps) * WEIGHT_ROW_BYTES
@@ -266,12 +266,12 @@ def load(
     shared: Int32,
     stage: Int32,
 ) -> None:
-    """Starts the copies of a step into a stage, zeros in place of tokens that are not there. Groups of steps behind the
-    last are empty.
+    """Starts the copies of a step into a stage, with zeros for tokens that do not exist. After the last step the
+    `cp.async` groups are empty.
 
-    Units of 16 bytes are swizzled, so that what is read at a time lies in different banks: of the weight by three bits
-    of the row, for the eight rows of a matrix; of tokens, pairs of units by two bits of the token, as half a warp reads
-    two units of four tokens.
+    Units of 16 bytes are swizzled, so that the units that are read at a time lie in different banks: the weight's by
+    three bits of the row, for the eight rows of a matrix; the tokens' in pairs by two bits of the token, because half a
+    warp reads two units of four tokens.
     """
     if step < args.steps:
         at = shared + stage * tile.stage_bytes
@@ -297,17 +297,17 @@ def load(
 
 
 def tokens_a_pass(tile: Tile) -> int:
-    """Of which all threads together copy a stage's channels at once: an even number."""
+    """Tokens of which all threads together copy a stage's channels at once: an even number."""
     return tile.threads // TOKEN_UNITS
 
 
 def passes_of_tokens(tile: Tile) -> int:
-    """To copy those of a stage."""
+    """Passes to copy a stage's tokens."""
     return -(-tile.tokens // tokens_a_pass(tile))
 
 
 def token_unit(tile: Tile, stage: Int32, token: Int32, unit: Int32) -> Int32:
-    """Where 16 bytes of a token lie."""
+    """The address of 16 bytes of a token in a stage."""
     return stage + ROWS * WEIGHT_ROW_BYTES + token * TOKEN_BYTES + ((unit ^ ((token & 3) * 2)) * 16)
 
 
@@ -316,8 +316,8 @@ def token_unit(tile: Tile, stage: Int32, token: Int32, unit: Int32) -> Int32:
 
 @cute.jit
 def compute_turns(args: Arguments, tile: cutlass.Constexpr[Tile], place: Place, thread: Int32, turns: Int32) -> None:
-    """Cosine and sine for every token of the tile and every pair, as `rope` computes them; what is no token's is not
-    turned."""
+    """Stores cosine and sine for every token of the tile and every pair, with the bits of `rope`; tokens that do not
+    exist get angle 0."""
     for index in cutlass.range(thread, tile.tokens * PAIRS, tile.threads, unroll=1):
         token, pair = index // PAIRS, index % PAIRS
         angle = Float32(0.0)
@@ -331,7 +331,8 @@ def compute_turns(args: Arguments, tile: cutlass.Constexpr[Tile], place: Place, 
 @cute.jit
 def rotate(tile: cutlass.Constexpr[Tile], place: Place, step: Int32, steps: Int32, thread: Int32, stage: Int32,
            turns: Int32) -> None:  # fmt: skip
-    """Turns, of the stage's tokens, the 16 bytes that this thread has copied itself, if they are to be turned."""
+    """Rotates the 16 bytes of each of the stage's tokens that this thread has copied itself, if they belong to the
+    rotated channels."""
     chunk, unit, first = place.segment * steps + step, thread % TOKEN_UNITS, thread // TOKEN_UNITS
     if (chunk % (HEAD // STEP) == HEAD // STEP - 1) & (unit >= TOKEN_UNITS - ROTATED_UNITS):
         pair = (unit - (TOKEN_UNITS - ROTATED_UNITS)) * 4
@@ -358,7 +359,7 @@ def sum_segment(
     shared: Int32,
     sums: cute.Tensor,
 ) -> None:
-    """All products of a warp's rows with the tokens over the segment."""
+    """Adds all products of a warp's rows with the tokens over the segment."""
     tile = configuration.tile
     stage = Int32(0)
     for step in cutlass.range(args.steps, unroll=1):
@@ -366,7 +367,7 @@ def sum_segment(
         at = shared + stage * tile.stage_bytes
         if cutlass.const_expr(configuration.rotates):
             rotate(tile, place, step, args.steps, thread, at, shared + tile.turns_offset)
-        cute.arch.sync_threads()  # what all have copied is there, and the stage before is read
+        cute.arch.sync_threads()  # all threads' copies have arrived, and all have read the stage before
         following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
         load(args, tile, place, step + (tile.stages - 1), thread, shared, following)
         factor = ptx.load_shared_f32(shared + tile.scales_offset + stage * 4)
@@ -380,11 +381,12 @@ def sum_stage(
 ) -> None:
     """Adds the products of a stage: eight instructions to every accumulator, in the order of `linear.kernel`.
 
-    Of an instruction's 16 channels a lane has four in each row and token, at two neighbouring places of K and two that
-    are 8 behind. Here they are four neighbouring channels, as `ldmatrix` gives a lane four neighbouring codes.
+    Of an instruction's 16 channels a lane has four in each row and token. As K indices these are two neighbours, and
+    two that are 8 further. Here they are four neighbouring channels, because `ldmatrix` gives a lane four neighbouring
+    codes.
     """
     weights = left_matrices(stage + warp * tile.row_tiles * (MMA_ROWS * WEIGHT_ROW_BYTES), lane)
-    # All tokens that a lane reads are alike in their last three bits.
+    # All tokens that a lane reads have the same last three bits, hence one swizzle.
     quad = lane % 4
     tokens = token_unit(tile, stage, lane // 4, quad // 2) + quad % 2 * 8
     for part in cutlass.range_constexpr(STEP // 32):
@@ -394,7 +396,7 @@ def sum_stage(
             for j in range(tile.token_tiles)
         ]
         for i in cutlass.range_constexpr(tile.row_tiles):
-            # Codes of two instructions' left operands; ^ reaches a row's other units as the swizzle has them.
+            # Codes of two instructions' left operands; ^ gives the swizzled address of a row's other units.
             codes = ptx.load_matrices((weights ^ (part * 2 * 16)) + i * (MMA_ROWS * WEIGHT_ROW_BYTES))
             for half in cutlass.range_constexpr(2):
                 upper, lower = (e4m3.as_bf16(codes[2 * half + n], factor) for n in range(2))
@@ -408,8 +410,8 @@ def sum_stage(
 
 
 def unit_of_token(at: Int32, unit: int) -> Int32:
-    """From the place `at` in units 0 and 1 of a token to the same in units `unit` and `unit` + 1. The swizzle stays
-    within eight units, and these begin at a multiple of 128 bytes, so ^ follows it."""
+    """The address in units `unit` and `unit` + 1 of a token that corresponds to `at` in units 0 and 1. The swizzle
+    stays within eight units, and these begin at a multiple of 128 bytes, so ^ follows it."""
     return (at ^ (unit % UNITS * 16)) + unit // UNITS * (UNITS * 16)
 
 
@@ -431,7 +433,7 @@ def send(
     received: Int32,
     sums: cute.Tensor,
 ) -> None:
-    """Gives a segment's sums to the CTAs that finish them: of two tokens in eight to each."""
+    """Sends a segment's sums to the CTAs that finish them: two tokens of eight to each."""
     quad = lane % 4
     barrier = ptx.remote(received, quad)
     target = ptx.remote(to + lane // 4 * 16, quad)
@@ -443,8 +445,8 @@ def send(
 
 
 def sum_tile(tile: Tile, segment: Int32 | int, j: Int32, i: Int32) -> Int32:
-    """Where the sums of a segment with tokens 8 j to 8 j + 7 and rows 16 i to 16 i + 15 begin: 16 bytes for each of the
-    first eight rows, of two tokens, and of both with the row eight behind."""
+    """Offset of a segment's sums with tokens 8 j to 8 j + 7 and rows 16 i to 16 i + 15: 16 bytes for each of the first
+    eight rows, two tokens of it and of the row eight further."""
     return ((segment * tile.token_tiles + j) * (ROWS // MMA_ROWS) + i) * SUM_TILE_BYTES
 
 
@@ -459,7 +461,7 @@ def finish(
     j: Int32,
     sums: Int32,
 ) -> None:
-    """A warp: adds the segments' sums of two tokens and 128 rows, four of them a lane's, and writes the result."""
+    """Adds the segments' sums of two tokens and 128 rows, four rows a lane, and writes the result; called by a warp."""
     tile = configuration.tile
     i, half, within = lane // 4, lane // 2 % 2, lane % 2 * 4
     total = [[Float32(0.0) for _ in range(4)] for _ in range(2)]

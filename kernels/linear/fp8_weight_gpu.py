@@ -1,4 +1,4 @@
-"""Products of few tokens with an FP8 weight on Hopper: which tile, and launching it. The kernel is in `fp8_weight`."""
+"""Products of few tokens with an FP8 weight on Hopper: choice of tile, and launch. The kernel is in `fp8_weight`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
@@ -24,22 +25,24 @@ TILES = (
     Tile(tokens=32, warps=4, stages=4),
     Tile(tokens=64, warps=4, stages=3),
 )
-"""All that a call may get; the bits are the same. Of each two CTAs share a multiprocessor."""
+"""All tiles that a call may get; the bits are the same. Two CTAs share a multiprocessor with each of them."""
 _OP = "grouped_linear_fp8_weight"
 
 
 def chosen(num_tokens: int) -> Tile:
-    """The tile for a product: the smallest that holds all tokens, so that the weight is read once; else the largest."""
+    """The tile for a product: the smallest that holds all tokens, so that the weight is read once; otherwise the
+    largest."""
     return next((tile for tile in TILES if num_tokens <= tile.tokens), TILES[-1])
 
 
 def serves(rows: int, channels: int) -> bool:
-    """Whether the kernel takes groups of so many rows (N) and channels (K), heads in them included."""
+    """Whether the kernel supports output groups of `rows` rows (N) and `channels` channels (K)."""
     return rows % ROWS == 0 and channels % (SEGMENTS * STEP) == 0
 
 
 def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, tiles, output groups,
+    stream)."""
 
     return load_launcher(_OP, configuration, arch, launch, Arguments, configuration, Int32, Int32)
 
@@ -53,7 +56,7 @@ def run(
     out_scales: Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """One launch.
+    """Launches the product; writes `out` and `out_scales`.
 
     Args:
         x: [T, G, K] bf16.
@@ -65,7 +68,7 @@ def run(
         tile: None chooses.
 
     Raises:
-        ValueError: dtypes, strides or dimensions that the kernel is not made for.
+        ValueError: dtypes, strides or dimensions that the kernel does not support.
     """
     (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
     _check(x, weight, scale, rotation)
@@ -88,9 +91,9 @@ def run(
         out=out.data_ptr(),
         out_token_bytes=stride_bytes(out, 0),
         out_group_bytes=stride_bytes(out, 1),
-        out_scales=0 if out_scales is None else out_scales.data_ptr(),
-        out_scale_token_bytes=0 if out_scales is None else stride_bytes(out_scales, 0),
-        out_scale_block_bytes=0 if out_scales is None else stride_bytes(out_scales, 1),
+        out_scales=address(out_scales),
+        out_scale_token_bytes=stride_bytes(out_scales, 0),
+        out_scale_block_bytes=stride_bytes(out_scales, 1),
         num_tokens=num_tokens,
         num_token_tiles=token_tiles,
         num_row_tiles=row_tiles,

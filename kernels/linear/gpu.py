@@ -1,10 +1,12 @@
-"""The batch-invariant products on Hopper and Blackwell: which kernel and tile, and launching it.
+"""The batch-invariant products on Hopper and Blackwell: choice of kernel and tile, and the launch.
 
-`kernel` has the one of both generations, `wgmma` one of the same bits for Hopper, faster from some 32 tokens on.
+`kernel` has the kernel for both generations, `wgmma` a kernel for Hopper with the same bits, faster from some 32 tokens
+on.
 
-bf16 operands, whose products are exact in fp32. `linear_fp32` takes them into fp32 (gate, compressors, indexer,
-logits), `grouped_linear` into bf16 (the first half of the output projection). On Hopper they serve; on Blackwell where
-batch invariance is required, since cuBLAS is faster where it may split K and choose its tile by the number of rows.
+bf16 operands, whose products are exact in fp32. `linear_fp32` returns fp32 (gate, compressors, indexer, logits),
+`grouped_linear` bf16 (the first half of the output projection). On Hopper they are the default; on Blackwell they run
+where batch invariance is required, since cuBLAS is faster where it may split K and choose its tile by the number of
+rows.
 """
 
 import functools
@@ -27,9 +29,10 @@ TILES = (
     Tile(rows=64, tokens=64, at_once=SEGMENTS, row_warps=2, token_warps=1, stages=3),
     Tile(rows=128, tokens=128, at_once=1, row_warps=2, token_warps=4, stages=4),
 )
-"""Of `kernel`, for any architecture."""
+"""Tiles of `kernel`, for any architecture."""
 MANY_TOKENS = 256
-"""From here on a product by `kernel` is bound by arithmetic, and gets the largest tile whatever its waves."""
+"""From this many tokens on, a product by `kernel` is bound by arithmetic, and gets the largest tile whatever its
+waves."""
 HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
     TILES[0]: (105, 51),
     wgmma.Tile(rows=64, tokens=32, stages=10): (160, 240),
@@ -39,13 +42,14 @@ HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
     wgmma.Tile(rows=128, tokens=128, stages=6): (355, 410),
     wgmma.Tile(rows=128, tokens=192, stages=5): (508, 586),
 }
-"""What serves on Hopper -> nanoseconds of 64 channels on an H200: of one wave of CTAs, and of each further one
-(`bench_invariant_linear.py --sweep`). Of the tiles that were tried, none of these can go without costing 2 %."""
+"""Tiles for Hopper -> nanoseconds for 64 channels on an H200: of one wave of CTAs, and of each further wave
+(`bench_invariant_linear.py --sweep`). Of the tiles that were tried, none of these can be removed without costing 2 %.
+"""
 HOPPER_BYTES_A_NANOSECOND = 4200
 
 
 def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
-    """All that a call may get; the bits are the same."""
+    """All tiles that a call may get; the bits are the same."""
     return tuple(HOPPER_TILES) if arch == ARCHITECTURES["sm90"] else TILES
 
 
@@ -55,9 +59,9 @@ def chosen(
 ) -> Tile | wgmma.Tile:
     """The tile for a product; a token's bits do not depend on the choice.
 
-    On Hopper the fastest by the times of `HOPPER_TILES` and of memory. Elsewhere, of few tokens, the one whose CTAs
-    together wait for the fewest bytes, waves of CTAs counted as whole; a CTA moves its rows and its tokens, as long as
-    either.
+    On Hopper the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere, with few tokens, the tile whose
+    CTAs together wait for the fewest bytes, with whole waves of CTAs; a CTA moves its rows and its tokens, which are
+    equally long.
 
     Args:
         arch: compiled for.
@@ -71,17 +75,17 @@ def chosen(
         return -(-ctas // multiprocessors)
 
     if arch == ARCHITECTURES["sm90"]:
-        # Of 64 channels: operands in bf16, and a share of the result.
+        # Bytes for 64 channels: operands in bf16, and a share of the result.
         moved = groups * (num_rows + num_tokens) * 2 * CHUNK + groups * num_rows * num_tokens // 16
         memory = moved / HOPPER_BYTES_A_NANOSECOND
 
         def nanoseconds(tile: Tile | wgmma.Tile) -> float:
             first, further = HOPPER_TILES[tile]
             alone = first + (waves(tile) - 1) * further
-            return max(alone, memory) + alone / 10  # where memory bounds all, less to do is still better
+            return max(alone, memory) + alone / 10  # if memory bounds all tiles, less work is still better
 
         def fits(tile: Tile | wgmma.Tile) -> bool:
-            # TMA takes longer for tokens that do not exist: logits of 16 took 446 us in tiles of 64, and of 64 273.
+            # TMA is slower for tokens that do not exist: logits of 16 tokens took 446 us in tiles of 64, of 64 273 us.
             return isinstance(tile, Tile) or (pairs and tile.tokens <= max(32, 2 * num_tokens))
 
         return min(filter(fits, HOPPER_TILES), key=nanoseconds)
@@ -91,19 +95,20 @@ def chosen(
 
 
 def stores_pairs(out: Tensor) -> bool:
-    """Whether neighbouring rows of a result [T, G, N], an even number, lie at multiples of their size."""
+    """Whether a result [T, G, N] can be written by two neighbouring rows at a time: N and all strides are even, and the
+    address is a multiple of two elements."""
     steps = [stride for size, stride in zip(out.shape[:2], out.stride()[:2], strict=True) if size > 1]
     return not any(step % 2 for step in (out.shape[2], *steps)) and out.data_ptr() % (2 * out.element_size()) == 0
 
 
 def configuration(tile: Tile | wgmma.Tile, fp32: bool) -> Configuration | wgmma.Configuration:
-    """Of the kernel that has the tile."""
+    """The configuration of the kernel that has the tile."""
     return (wgmma.Configuration if isinstance(tile, wgmma.Tile) else Configuration)(tile, fp32)
 
 
 def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Callable[..., None]:
-    """The launcher, from memory, from disk or from the compiler: (arguments, tiles, groups, stream), and of `wgmma`
-    (arguments, tiles of all groups, groups, CTAs, stream)."""
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, tiles, groups, stream) for
+    `kernel`, (arguments, tiles of all groups, groups, CTAs, stream) for `wgmma`."""
     name, of_kernel, counts = "linear", launch, 2
     if isinstance(configuration, wgmma.Configuration):
         name, of_kernel, counts = "linear_wgmma", wgmma.launch, 3
@@ -112,7 +117,7 @@ def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Ca
 
 
 def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
-    """One launch: `out[t, g] = weight[g] @ x[t, g]`.
+    """Launches `out[t, g] = weight[g] @ x[t, g]`; returns out.
 
     Args:
         name: "sm90" or "sm100".
@@ -123,7 +128,7 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         tile: None chooses.
 
     Raises:
-        ValueError: dtypes, strides or a K that the kernel is not made for, or a result that the tile is not.
+        ValueError: dtypes, strides or a K that the kernel does not support, or a result that the tile cannot write.
     """
     for what, operand in (("x", x), ("weight", weight)):
         check_rows(f"{op}: {what}", operand)

@@ -1,19 +1,19 @@
 """Products whose bits depend on a row and the weight alone, whatever the number of rows: the kernel (sm_90a, sm_100a).
 
-What fixes the bits is one order of summation, by K alone, in every tile:
+The bits are fixed by one order of summation, by K alone, in every tile:
 
 * an instruction (mma.m16n8k16, weights on the left, tokens on the right) sums 16 consecutive channels, from a multiple
-  of 16 on. In which order it adds them is the hardware's business: on an H200 the same 16 channels gave the same bits
-  in any order, and by `wgmma` as well;
+  of 16 on. The hardware decides in which order it adds them: on an H200 the same 16 channels gave the same bits in any
+  order, and by `wgmma` as well;
 * the instructions of a segment, a quarter of K in whole chunks of 64 channels, follow each other in one accumulator;
 * the four segments' sums are added in fp32, in order.
 
-A tile of few tokens has four groups of warps, one a segment, so that a short product keeps many of them busy; a tile
-of many tokens goes through the segments one after the other. Both add the same numbers in the same order. Which tile a
-call gets is `gpu.chosen`'s business.
+A tile of few tokens has four warp groups, one for each segment, so that a short product keeps many warps busy; a tile
+of many tokens processes the segments one after the other. Both add the same numbers in the same order. `gpu.chosen`
+chooses the tile of a call.
 
-Tiles of weights and tokens come by cp.async into a ring of stages, zeros in place of rows, tokens and channels that do
-not exist. A row of a stage is 128 bytes, whose units of 16 bytes lie where the 128-byte swizzle has them: unit u of row
+Tiles of weights and tokens are copied by cp.async into a ring of stages, with zeros for rows, tokens and channels that
+do not exist. A row of a stage is 128 bytes, with units of 16 bytes in the order of the 128-byte swizzle: unit u of row
 r at u ^ (r & 7). So the eight rows of a matrix that `ldmatrix` reads lie in different banks.
 """
 
@@ -30,78 +30,78 @@ from dsv4_kernels.device.bf16_rows import add
 from dsv4_kernels.device.mma import multiply_bf16
 
 SEGMENTS = 4
-"""Parts of K with sums of their own: part of what the bits are made of."""
+"""Parts of K with separate sums; their number determines the bits."""
 CHUNK = 64
-"""Channels of a stage, of each segment that it holds."""
+"""Channels of a stage, of each segment in it."""
 ROW_BYTES = 2 * CHUNK
 UNITS = ROW_BYTES // 16
-"""Of 16 bytes in a row of a stage; as many as rows after which the swizzle repeats itself."""
+"""Units of 16 bytes in a row of a stage; also the number of rows after which the swizzle repeats."""
 WARP = 32
 MMA_ROWS, MMA_TOKENS = 16, 8
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a CTA computes, and how its warps share it."""
+    """The part of the result that a CTA computes, and how its warps share it."""
 
     rows: int
-    """Of the weight."""
+    """Rows of the weight."""
     tokens: int
     at_once: int
-    """Segments that are computed side by side, by a group of warps each: all, or one."""
+    """Segments that are computed in parallel, each by a warp group: all, or one."""
     row_warps: int
-    """Warps of a group along the rows."""
+    """Warps of a warp group along the rows."""
     token_warps: int
     stages: int
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return self.at_once * self.row_warps * self.token_warps * WARP
 
     @property
     def warp_rows(self) -> int:
-        """Of a warp."""
+        """Rows of a warp."""
         return self.rows // self.row_warps
 
     @property
     def warp_tokens(self) -> int:
-        """Of a warp."""
+        """Tokens of a warp."""
         return self.tokens // self.token_warps
 
     @property
     def accumulators(self) -> int:
-        """Numbers that a lane sums."""
+        """Accumulators of a lane."""
         return self.warp_rows * self.warp_tokens // WARP
 
     @property
     def segment_bytes(self) -> int:
-        """Of a segment in a stage."""
+        """Bytes of one segment in a stage."""
         return (self.rows + self.tokens) * ROW_BYTES
 
     @property
     def stage_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage."""
         return self.at_once * self.segment_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Of a CTA: its stages, whose memory later holds the segments' sums."""
+        """Shared memory of a CTA: its stages, whose memory later holds the segments' sums."""
         sums = (self.at_once - 1) * self.rows * self.tokens * 4
         return max(self.stages * self.stage_bytes, sums)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for besides the architecture."""
+    """Compile-time parameters besides the architecture."""
 
     tile: Tile
     fp32: bool
-    """Whether the result is fp32; bf16 otherwise."""
+    """Whether the result is fp32; otherwise bf16."""
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments; addresses are Int64. Strides in bytes, channels side by side, all at multiples of 16 bytes."""
+    """Dynamic arguments; addresses are Int64. Strides in bytes, channels contiguous, all at multiples of 16 bytes."""
 
     x: Int64  # [T, G, K] bf16
     x_token_bytes: Int64
@@ -126,7 +126,7 @@ def launch(
     groups: Int32,
     stream: cuda.CUstream,
 ) -> None:
-    """One CTA for a tile of a group."""
+    """Launches one CTA for each tile of a group."""
     kernel(args, configuration).launch(
         grid=[row_and_token_tiles, groups, 1],
         block=[configuration.tile.threads, 1, 1],
@@ -136,7 +136,7 @@ def launch(
 
 
 class Place(NamedTuple):
-    """Of a CTA: its first row and token, and where its group lies."""
+    """A CTA's first row and token, and the addresses of its group's tensors."""
 
     first_row: Int32
     first_token: Int32
@@ -155,7 +155,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
     memory = cutlass.utils.SmemAllocator()
     shared = memory.allocate_array(Uint32, num_elems=tile.shared_bytes // 4, byte_alignment=128)
     stages = Int32(shared.toint())
-    # CTAs that run side by side share their tokens' tile, which is then read from L2.
+    # CTAs that run at the same time share their tile of tokens, which is then read from L2.
     token_tile = number // args.num_row_tiles
     place = Place(
         first_row=(number - token_tile * args.num_row_tiles) * tile.rows,
@@ -165,8 +165,8 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
         out=args.out + Int64(group) * args.out_group_bytes,
     )
     warp, lane = thread // WARP, thread % WARP
-    warps_a_group = tile.row_warps * tile.token_warps
-    segment, within = warp // warps_a_group, warp % warps_a_group
+    warps_a_segment = tile.row_warps * tile.token_warps
+    segment, within = warp // warps_a_segment, warp % warps_a_segment
     first = (within // tile.token_warps) * tile.warp_rows, (within % tile.token_warps) * tile.warp_tokens
     total = cute.make_rmem_tensor((tile.accumulators,), Float32)
     total.fill(0.0)
@@ -192,13 +192,13 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
 
 
 def sums_address(tile: Tile, shared: Int32, segment: Int32, warp: Int32, lane: Int32) -> Int32:
-    """Where a lane leaves the sums of a segment above 0; the next one lies 128 bytes behind."""
+    """The address at which a lane stores its sums of a segment above 0; consecutive sums are 128 bytes apart."""
     place = (segment - 1) * (tile.row_warps * tile.token_warps) + warp
     return shared + place * (tile.accumulators * 4 * WARP) + lane * 4
 
 
 def begin_of(segment: Int32 | int, chunks: Int32) -> Int32:
-    """First chunk of a segment; of SEGMENTS the number of chunks."""
+    """The first chunk of a segment; for SEGMENTS the number of chunks."""
     return Int32(segment) * chunks // SEGMENTS
 
 
@@ -214,7 +214,7 @@ def one_after_the_other(
     stages: Int32,
     total: cute.Tensor,
 ) -> None:
-    """All segments' sums by every warp, into `total`."""
+    """Adds all segments' sums into `total`, in every warp."""
     for i in cutlass.range_constexpr(tile.stages - 1):
         load(args, tile, place, Int32(i), chunks, thread, stages + i * tile.stage_bytes)
         cute.arch.cp_async_commit_group()
@@ -224,7 +224,7 @@ def one_after_the_other(
         sums.fill(0.0)
         for i in cutlass.range(begin_of(segment, chunks), begin_of(segment + 1, chunks), unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
-            cute.arch.sync_threads()  # what all have loaded is there, and the stage before is read
+            cute.arch.sync_threads()  # all threads' copies have arrived, and all have read the stage before
             following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
             load(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
             cute.arch.cp_async_commit_group()
@@ -248,7 +248,8 @@ def side_by_side(
     stages: Int32,
     sums: cute.Tensor,
 ) -> None:
-    """The sum of the warp's own segment. A stage has one chunk of each segment; the last segment is the longest."""
+    """Computes the sum of the warp's own segment. A stage has one chunk of each segment; the last segment is the
+    longest."""
     longest = chunks - begin_of(SEGMENTS - 1, chunks)
     begin, end = begin_of(segment, chunks), begin_of(segment + 1, chunks)
     for i in cutlass.range_constexpr(tile.stages - 1):
@@ -261,12 +262,12 @@ def side_by_side(
         following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
         load_segments(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
         cute.arch.cp_async_commit_group()
-        if begin + i < end:  # zeros would make +0 of a sum that is -0
+        if begin + i < end:  # adding zeros would turn a sum of -0 into +0
             at = stages + stage * tile.stage_bytes + segment * tile.segment_bytes
             sum_chunk(tile, at, first, lane, sums)
         stage = pipeline.index_after(stage, tile.stages)
     cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_threads()  # nobody reads the stages any more: the segments' sums take their place
+    cute.arch.sync_threads()  # no thread reads the stages any more: the segments' sums overwrite them
 
 
 @cute.jit
@@ -279,7 +280,7 @@ def load_segments(
     thread: Int32,
     stage: Int32,
 ) -> None:
-    """Starts the copies of a stage: of each segment its chunk of this number, if it has one."""
+    """Starts the copies of a stage: the chunk with this number of each segment that has one."""
     for segment in cutlass.range_constexpr(SEGMENTS):
         chunk, end = begin_of(segment, chunks) + number, begin_of(segment + 1, chunks)
         load(args, tile, place, chunk, end, thread, stage + segment * tile.segment_bytes)
@@ -295,7 +296,7 @@ def load(
     thread: Int32,
     shared: Int32,
 ) -> None:
-    """Starts the copies of a chunk of the tile's rows, then of its tokens; of none from `end` on."""
+    """Starts the copies of a chunk of the tile's rows, then of its tokens; no copies from chunk `end` on."""
     unit, row = thread % UNITS, thread // UNITS
     channel = chunk * CHUNK + unit * 8
     if chunk < end:
@@ -342,12 +343,12 @@ def copy_rows(
 def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: Int32, sums: cute.Tensor) -> None:
     """Adds the products of a chunk: four instructions to every accumulator, in the order of the channels."""
     weights = left_matrices(shared + first[0] * ROW_BYTES, lane)
-    # Of eight tokens, four units of 16 bytes: two instructions' channels.
+    # Four units of 16 bytes of eight tokens: the channels of two instructions.
     token = lane % MMA_TOKENS
     tokens = shared + (tile.rows + first[1] + token) * ROW_BYTES + ((lane // MMA_TOKENS) ^ token) * 16
     row_tiles, token_tiles = tile.warp_rows // MMA_ROWS, tile.warp_tokens // MMA_TOKENS
     for half in cutlass.range_constexpr(2):
-        # Rows begin at multiples of 128 bytes, so ^ reaches a row's other units as the swizzle has them.
+        # Rows begin at multiples of 128 bytes, so ^ gives the swizzled address of a row's other units.
         at = tokens ^ (half * 4 * 16)
         right = [ptx.load_matrices(at + j * (MMA_TOKENS * ROW_BYTES)) for j in range(token_tiles)]
         for i in cutlass.range_constexpr(row_tiles):
@@ -362,7 +363,7 @@ def sum_chunk(tile: cutlass.Constexpr[Tile], shared: Int32, first: tuple, lane: 
 
 
 def left_matrices(rows: Int32, lane: Int32) -> Int32:
-    """The address that a lane gives `ldmatrix` for units 0 and 1 of 16 rows of 128 bytes, swizzled.
+    """The address that a lane passes to `ldmatrix` for units 0 and 1 of 16 rows of 128 bytes, swizzled.
 
     The matrices are rows 0 to 7 and 8 to 15 of unit 0, then of unit 1: in bf16 the order of the left operand's words.
     """
@@ -379,7 +380,7 @@ def store(
     lane: Int32,
     total: cute.Tensor,
 ) -> None:
-    """Writes what a warp has of the result: of a lane's four numbers two are of a row, two of the one 8 behind."""
+    """Writes a warp's part of the result: two of a lane's four numbers belong to a row, two to the row 8 after it."""
     tile = configuration.tile
     token_tiles = tile.warp_tokens // MMA_TOKENS
     element = 4 if configuration.fp32 else 2

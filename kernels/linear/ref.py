@@ -14,7 +14,7 @@ from dsv4_kernels.rope.ref import apply_rope
 
 
 class HeadRotation(NamedTuple):
-    """By what the last channels of every head of an input are turned back before they are multiplied."""
+    """The rotation that turns the last channels of every head of an input back before the product."""
 
     positions: Tensor  # [T] int64
     frequencies: Tensor  # [R / 2] fp32

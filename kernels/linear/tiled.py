@@ -11,9 +11,10 @@ on an AVX-512 CPU, 1 to 4 threads, k from 24 to 4,096, n from 8 to 4,096, m from
                     bf16: many products then change with the number of threads, and rows of tall tiles with the height
 
 So products go to oneDNN (`torch.nn.functional.linear` sends fp32 to MKL), in tiles of TILE_ROWS rows, the last tile
-padded with zeros: few heights also mean few kernels to generate. That the heights agree is a property of the library
-and the machine, not a theorem: the first time a weight's shape meets a tile above the smallest, both are computed from
-random rows and compared. Where they differ, the larger height is not used for that shape, which is slower and logged.
+padded with zeros: few heights also mean few kernels to generate. Equal bits for all heights are a property of the
+library and the machine, not a guarantee: the first time a weight's shape meets a tile above the smallest, both are
+computed from random rows and compared. If they differ, the larger height is not used for that shape, which is slower
+and logged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from dsv4_kernels.quant import fp8_qdq
 
-# Without AMX: see above. oneDNN reads this once, before its first product; whoever has set it knows better.
+# Without AMX: see above. oneDNN reads this once, before its first product. A user's own setting is kept.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 SMALLEST_TILE = 8
 
 TILE_ROWS = {256: 256, 32: SMALLEST_TILE + 1, SMALLEST_TILE: 1}
-"""Height of a tile -> fewest remaining rows for which it is taken; tallest first. SMALLEST_TILE divides all heights."""
+"""Height of a tile -> the fewest remaining rows for which it is used; tallest first. SMALLEST_TILE divides all
+heights."""
 
 _proven_heights: dict[tuple[torch.dtype, int, int, int, int], bool] = {}
 """(dtype, n, k, threads, height) -> whether a tile of this height gives the bits of the smallest."""
@@ -66,7 +68,7 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _tile_product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """[m, k] @ weight.T with m <= rows, computed with exactly `rows` rows."""
+    """x [m, k] @ weight.T with m <= rows, computed with exactly `rows` rows."""
     if x.shape[0] == rows:
         return _product(x.contiguous(), weight)
     padded = x.new_zeros(rows, x.shape[1])

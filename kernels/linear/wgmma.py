@@ -1,14 +1,14 @@
-"""The products of many tokens on Hopper (sm_90a): the kernel. Its bits are those of `kernel`, whose order it follows.
+"""The products of many tokens on Hopper (sm_90a): a kernel with the bits of `kernel`, whose summation order it follows.
 
-`wgmma` of bf16 sums 16 channels as `mma.m16n8k16` does, to the last bit (an H200 says so: `bench_invariant_linear.py`).
-So the instructions of a segment follow each other in one accumulator here, too, and the segments' sums are added in
-order. That takes a second set of registers, which limits the tile: a warpgroup has 64 rows of the weight, the left
-operand, and up to 192 tokens.
+`wgmma` of bf16 sums 16 channels as `mma.m16n8k16` does, to the last bit (measured on an H200:
+`bench_invariant_linear.py`). So here, too, the instructions of a segment follow each other in one accumulator, and the
+segments' sums are added in order. That needs a second set of registers, which limits the tile: a warpgroup has 64 rows
+of the weight, the left operand, and up to 192 tokens.
 
     PRODUCER (1 warp of a warpgroup)   waits empty[stage]; 64 channels of weights and tokens (TMA) arrive at full[stage]
-    CONSUMER (1 or 2 warpgroups)       64 rows each: waits full[stage], multiplies; gives the stage before back
+    CONSUMER (1 or 2 warpgroups)       64 rows each: waits full[stage], multiplies; releases the stage before
 
-Persistent: while a tile's result is stored, the next one's operands come.
+Persistent: the next tile's operands are copied while a tile's result is stored.
 """
 
 from dataclasses import dataclass
@@ -23,58 +23,58 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from dsv4_kernels.device import dependent_launch, pipeline, ptx
 from dsv4_kernels.device.bf16_rows import add
-from dsv4_kernels.device.tma import TmaTensor, swizzled_atom, swizzled_layout
+from dsv4_kernels.device.tma import TmaTensor, swizzled_atom, swizzled_layout, tma_partition
 from dsv4_kernels.linear.kernel import CHUNK, ROW_BYTES, SEGMENTS, WARP, Arguments, begin_of
 
 WARPGROUP = 128
 MMA_ROWS = 64
-"""Of the weight, of an instruction and of a warpgroup."""
+"""Rows of the weight, of an instruction and of a warpgroup."""
 MMA_CHANNELS = 16
 REGISTERS = (240, 24)
-"""Of a thread of two consumers, and of the producer."""
+"""Registers of a thread of two consumers, and of the producer."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a CTA computes at a time."""
+    """The part of the result that a CTA computes at a time."""
 
     rows: int
-    """Of the weight: 64 for each consumer."""
+    """Rows of the weight: 64 for each consumer."""
     tokens: int
     stages: int
 
     @property
     def consumers(self) -> int:
-        """Warpgroups."""
+        """Consumer warpgroups."""
         return self.rows // MMA_ROWS
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return (self.consumers + 1) * WARPGROUP
 
     @property
     def accumulators(self) -> int:
-        """Numbers that a lane sums."""
+        """Accumulators of a lane."""
         return self.tokens // 2
 
     @property
     def stage_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage."""
         return (self.rows + self.tokens) * ROW_BYTES
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the kernel is compiled for."""
+    """Compile-time parameters."""
 
     tile: Tile
     fp32: bool
-    """Whether the result is fp32; bf16 otherwise."""
+    """Whether the result is fp32; otherwise bf16."""
 
 
 class Work(NamedTuple):
-    """Tiles of a CTA: `number`, `number + stride`, ..., so many."""
+    """Tiles of a CTA: `number`, `number + stride`, ..., `turns` of them."""
 
     number: Int32
     stride: Int32
@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of a tile, in tiles."""
+    """Position of a tile, counted in tiles."""
 
     row: Int32
     token: Int32
@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The stages."""
+    """The stages in shared memory and their mbarriers."""
 
     weights: cute.Pointer  # [stages, rows, 64] bf16, swizzled by 128 bytes
     tokens: cute.Pointer  # [stages, tokens, 64]
@@ -109,7 +109,7 @@ def launch(
     num_ctas: Int32,
     stream: cuda.CUstream,
 ) -> None:
-    """Persistent; num_tiles is of all groups."""
+    """Launches persistent CTAs; num_tiles counts the tiles of all groups."""
     tile = configuration.tile
     strides = args.weight_row_bytes, args.weight_group_bytes
     weights = tma_of(args.weight, args.num_rows, args.channels, groups, strides, tile.rows)
@@ -125,7 +125,7 @@ def launch(
 
 
 def tma_of(start: Int64, rows: Int32, channels: Int32, groups: Int32, strides: tuple, box_rows: int) -> TmaTensor:
-    """Loads of 64 channels of some rows of [rows, channels, groups]; zeros where there are none."""
+    """TMA loads of 64 channels of some rows of [rows, channels, groups]; zeros outside the tensor."""
     pointer = cute.make_ptr(BFloat16, start, cute.AddressSpace.gmem, assumed_align=16)
     row, group = (cute.assume(stride // 2, 8) for stride in strides)
     tensor = cute.make_tensor(pointer, cute.make_layout((rows, channels, groups), stride=(row, 1, group)))
@@ -181,18 +181,11 @@ def kernel(
 
 
 def place_of(args: Arguments, work: Work, turn: Int32) -> Place:
-    """CTAs that run side by side share their tokens, which are then read from L2."""
+    """The position of a tile. CTAs that run at the same time share their tokens, which are then read from L2."""
     number = work.number + turn * work.stride
     outer = number // args.num_row_tiles
     group = outer // work.token_tiles
     return Place(number - outer * args.num_row_tiles, outer - group * work.token_tiles, group)
-
-
-def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, stages: int) -> tuple:
-    """(shared memory, global memory) of TMA copies, a box first: stages, and [rows' box, chunk, group]."""
-    boxes = cute.local_tile(tma.tensor, (rows, CHUNK), (None, None, None))
-    both = cute.group_modes(operand(start, rows, stages), 0, 2), cute.group_modes(boxes, 0, 2)
-    return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *both)
 
 
 @cute.jit
@@ -204,9 +197,9 @@ def produce(
     tma_weights: TmaTensor,
     tma_tokens: TmaTensor,
 ) -> None:
-    """A warp: copies a stage after the other."""
-    of_weights = boxes_of(tma_weights, ring.weights, tile.rows, tile.stages)
-    of_tokens = boxes_of(tma_tokens, ring.tokens, tile.tokens, tile.stages)
+    """The producer warp: copies one stage after the other."""
+    of_weights = tma_partition(tma_weights, operand(ring.weights, tile.rows, tile.stages))
+    of_tokens = tma_partition(tma_tokens, operand(ring.tokens, tile.tokens, tile.stages))
     stage = pipeline.first_to_fill()
     for turn in cutlass.range(work.turns, unroll=1):
         place = place_of(args, work, turn)
@@ -226,7 +219,7 @@ def produce(
 def consume(
     args: Arguments, configuration: cutlass.Constexpr[Configuration], work: Work, ring: Ring, thread: Int32
 ) -> None:
-    """The consumers' warpgroups: 64 rows of every tile each."""
+    """A consumer warpgroup: computes 64 rows of every tile."""
     tile = configuration.tile
     mma = hopper.make_trivial_tiled_mma(
         *(BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32),
@@ -244,7 +237,7 @@ def consume(
         total.fill(0.0)
         for segment in cutlass.range(SEGMENTS, unroll=1):
             sums.fill(0.0)
-            before = Int32(-1)  # the stage that is still read
+            before = Int32(-1)  # the stage that `wgmma` may still read
             for _ in cutlass.range(begin_of(segment, work.chunks), begin_of(segment + 1, work.chunks), unroll=1):
                 cute.arch.mbarrier_wait(ring.full + stage.index, stage.phase)
                 multiply(mma, sums, left[None, None, None, stage.index], right[None, None, None, stage.index])
@@ -266,7 +259,7 @@ def operand(start: cute.Pointer, rows: int, stages: int) -> cute.Tensor:
 
 
 def multiply(mma: cute.TiledMma, sums: cute.Tensor, left: cute.Tensor, right: cute.Tensor) -> None:
-    """Adds a stage's products, in the order of the channels; a group that is not waited for."""
+    """Adds a stage's products, in the order of the channels; does not wait for the `wgmma` group."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
@@ -277,7 +270,7 @@ def multiply(mma: cute.TiledMma, sums: cute.Tensor, left: cute.Tensor, right: cu
 
 @cute.jit
 def give_back(ring: Ring, stage: Int32, lane: Int32) -> None:
-    """This warp has read the stage, if there is one."""
+    """Arrives at `empty` of a stage that this warp has read; no stage if negative."""
     if (lane == 0) & (stage >= 0):
         cute.arch.mbarrier_arrive(ring.empty + stage)
 
@@ -290,10 +283,10 @@ def store(
     thread: Int32,
     total: cute.Tensor,
 ) -> None:
-    """Writes a warp's 16 rows, two neighbouring ones of a token at a time.
+    """Writes a warp's 16 rows, two neighbouring rows of a token at a time.
 
-    A lane has two tokens of a row, and of the one eight behind; the lane four behind has the neighbouring row. Of an
-    even row a lane gets the first token of both, of an odd one the second.
+    A lane has two tokens of a row, and of the row eight after it; the lane four further has the neighbouring row. After
+    an exchange a lane of an even row has the first token of both rows, a lane of an odd row the second.
     """
     tile = configuration.tile
     lane = thread % WARP

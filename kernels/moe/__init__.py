@@ -51,12 +51,12 @@ def fused_swiglu(gate_up: Tensor, limit: float, impl: str | None = None) -> Tens
 def swiglu_fp8(
     gate_up: Tensor, limit: float, column_major: bool = False, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`fp8_quantise(fused_swiglu(gate_up, limit), 128, column_major)`: what an FP8 product takes.
+    """`fp8_quantise(fused_swiglu(gate_up, limit), 128, column_major)`: the input of an FP8 product.
 
     Args:
         gate_up: [T, 2I] fp32 or bf16, the gate first.
         limit: swiglu_limit, positive.
-        column_major: of the scales, as in `dsv4_kernels.quant.fp8_quantise`.
+        column_major: layout of the scales, as in `dsv4_kernels.quant.fp8_quantise`.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
@@ -81,7 +81,7 @@ def experts_forward(
     expert_offset: int = 0,
     impl: str | None = None,
 ) -> Tensor:
-    """The weighted sum of the routed experts that this rank holds.
+    """The weighted sum of this rank's routed experts.
 
     ::
 
@@ -96,8 +96,7 @@ def experts_forward(
         w2: [E, d, I] in x's dtype.
         swiglu_limit: clamp of gate and up.
         act_qdq_block: block of the FP8 rounding of both products' inputs, or None for none.
-        expert_offset: w13[0] is expert `expert_offset`; ids outside [offset, offset + E) belong to other ranks and
-            add nothing here.
+        expert_offset: id of the expert w13[0]; ids outside [offset, offset + E) belong to other ranks and add nothing.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
@@ -131,7 +130,7 @@ def mxfp4_experts_forward(
     expert_offset: int = 0,
     impl: str | None = None,
 ) -> Tensor:
-    """`experts_forward` over the checkpoint's own MXFP4 weights, with FP8 inputs as in the release.
+    """`experts_forward` with the checkpoint's MXFP4 weights and FP8 inputs, as in the release.
 
     ::
 
@@ -142,11 +141,11 @@ def mxfp4_experts_forward(
         x: [T, d] fp32 or bf16.
         weights: [T, k] fp32.
         experts: [T, k] integer, ids among all experts.
-        packed: of this rank; "sm100" wants `packed.tiled()`.
+        packed: weights of this rank; "sm100" requires `packed.tiled()`.
         swiglu_limit: clamp of gate and up.
-        expert_offset: expert 0 of `packed` is expert `expert_offset`; ids outside [offset, offset + E) add nothing.
+        expert_offset: id of the first expert of `packed`; ids outside [offset, offset + E) add nothing.
         impl: implementation by name; None lets the registry choose. "sm100" is Blackwell's block-scaled kernel, which
-            has run in the emulator only, and is taken by name only.
+            has run in the emulator only and must be named.
 
     Returns:
         [T, d] fp32.
@@ -169,23 +168,23 @@ def nvfp4_experts_forward(
     expert_offset: int = 0,
     impl: str | None = None,
 ) -> Tensor:
-    """Routed experts of an NVFP4 checkpoint with NVFP4 inputs, as its `input_scale` is for.
+    """The weighted sum of the routed experts of an NVFP4 checkpoint, with inputs in NVFP4 by its `input_scale`.
 
     ::
 
         h = weight * swiglu(linear(nvfp4_qdq(x, w13_input), w13[e]).to(x.dtype).chunk(2))
         y = Σ_e linear(nvfp4_qdq(h.to(x.dtype), w2_input), w2[e]).to(x.dtype).float()      # by rising expert id
 
-    with `nvfp4_qdq` as in `dsv4_kernels.quant.encode_nvfp4`, and back.
+    where `nvfp4_qdq` encodes by `dsv4_kernels.number_formats.encode_nvfp4` and decodes.
 
     Args:
         x: [T, d] fp32 or bf16.
         weights: [T, k] fp32.
         experts: [T, k] integer, ids among all experts.
-        packed: of this rank, as stored for "ref"; "sm100" wants `packed.tiled()`.
+        packed: weights of this rank: as stored for "ref", `packed.tiled()` for "sm100".
         swiglu_limit: clamp of gate and up.
         expert_offset: as in `mxfp4_experts_forward`.
-        impl: implementation by name. "sm100" has run in the emulator only, and is taken by name only.
+        impl: implementation by name. "sm100" has run in the emulator only and must be named.
 
     Returns:
         [T, d] fp32.

@@ -1,7 +1,7 @@
 """Clamped SwiGLU on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
-A thread makes 8 channels from as many of the gate and of up, in bf16 or, with 15 neighbours, as a block of e4m3. The
-padding of rows to whole blocks is `dsv4_kernels.device.fp8_rows`'s.
+A thread computes 8 channels from 8 channels of the gate and of up, in bf16 or, with 15 neighbours, as a block of e4m3.
+Rows are padded to whole blocks by `dsv4_kernels.device.fp8_rows`.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ class Arguments(NamedTuple):
 
     gate: Int64
     up: Int64
-    row_bytes: Int64  # of both
+    row_bytes: Int64  # of gate and up
     limit: Float32
-    to: Codes  # in bf16 the codes are the result, and there are no scales
+    to: Codes  # for bf16 the codes are the result, without scales
 
 
 @cute.jit
 def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, stream: cuda.CUstream) -> None:
-    """One thread for a chunk of a row, padded to whole blocks."""
+    """Launches one thread for each chunk of a row, padded to whole blocks."""
     kernel(arguments, is_fp8).launch(
         grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -46,7 +46,7 @@ def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, s
 
 @cute.kernel
 def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
-    """Makes one chunk."""
+    """Computes one chunk."""
     dependent_launch.begin()
     row, chunk, exists = chunk_of_thread(args.to)
     offset = Int64(row) * args.row_bytes + chunk * CHUNK_BYTES
@@ -60,7 +60,7 @@ def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
 
 
 def product(gate: tuple, up: tuple, limit: Float32) -> tuple:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` rounded to bf16."""
+    """`swiglu` of eight channels, rounded to bf16."""
     channels = zip(bf16_rows.channels(gate), bf16_rows.channels(up), strict=True)
     return bf16_rows.packed([swiglu(a, b, limit) for a, b in channels])
 
@@ -87,7 +87,11 @@ def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> N
 
 
 def _check(what: str, gate_up: Tensor) -> tuple[int, int]:
-    """Rows and channels of the result."""
+    """(rows, channels) of the result.
+
+    Raises:
+        ValueError: the kernel cannot read rows of gate or up 16 bytes at a time.
+    """
     check_rows(f"{what}: gate_up", gate_up)
     check_rows(f"{what}: the half of up in gate_up", gate_up[:, gate_up.shape[1] // 2 :])
     return gate_up.shape[0], gate_up.shape[1] // 2

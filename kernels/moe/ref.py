@@ -43,7 +43,9 @@ def experts_forward(
     """See `dsv4_kernels.moe.experts_forward`."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     local = experts.long() - expert_offset
-    for expert in local.unique().tolist():  # rising ids: the order of a token's sum is its experts', not the batch's
+    for (
+        expert
+    ) in local.unique().tolist():  # rising ids: the order of a token's sum depends on its experts, not on the batch
         if not 0 <= expert < w13.shape[0]:
             continue
         tokens, choice = (local == expert).nonzero(as_tuple=True)
@@ -74,7 +76,7 @@ def nvfp4_experts_forward(
         ValueError: the scales are in tiles.
     """
     if packed.in_tiles:
-        raise ValueError("nvfp4_experts_forward: the definition wants the scales as stored, not in tiles")
+        raise ValueError("nvfp4_experts_forward: the definition needs the scales as stored, not in tiles")
 
     def product(y: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         return linear(dequantise_nvfp4_weight(*encode_nvfp4(y, scale), scale, torch.float32), weight).to(x.dtype)

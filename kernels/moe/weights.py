@@ -1,4 +1,4 @@
-"""MXFP4 experts as a checkpoint has them, and their scales in the order in which Blackwell's tensor core reads them."""
+"""MXFP4 and NVFP4 experts as in a checkpoint, and with scales in the order of Blackwell's tensor core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEP_SCALES = 4
 
 
 class _Experts:
-    """What weights of either format have in common: codes of both products, and scales in rows or in tiles."""
+    """Weights of either format: codes of both products, and scales in rows or in tiles."""
 
     w13: Tensor
     w13_scale: Tensor
@@ -39,10 +39,10 @@ class _Experts:
         return 2 * self.w2.shape[2]
 
     def tiled(self) -> Self:
-        """The same with scales in tiles: the codes are shared, the scales copied, one matrix at a time.
+        """The same weights with scales in tiles: codes are shared, scales are copied, one matrix at a time.
 
         Raises:
-            ValueError: d or I is no multiple of 128.
+            ValueError: d or I is not a multiple of 128.
         """
         if self.in_tiles:
             return self
@@ -60,16 +60,16 @@ class Mxfp4Experts(_Experts):
     in_tiles: bool = False
 
     def in_rows(self) -> Mxfp4Experts:
-        """The inverse of `tiled`."""
+        """The same weights with scales in rows: the inverse of `tiled`."""
         if not self.in_tiles:
             return self
         return replace(self, w13_scale=_in_rows(self.w13_scale), w2_scale=_in_rows(self.w2_scale), in_tiles=False)
 
     def for_hopper(self) -> HopperExperts:
-        """The same weights as Hopper's kernel reads them, a copy (sm90/weights.py).
+        """A copy of the weights in the layout of Hopper's kernel (sm90/weights.py).
 
         Raises:
-            ValueError: d or I is no multiple of 128, or a scale is NaN.
+            ValueError: d or I is not a multiple of 128, or a scale is NaN.
         """
         plain = self.in_rows()
         w13 = arrange(plain.w13, plain.w13_scale, gate_up=True)
@@ -78,7 +78,7 @@ class Mxfp4Experts(_Experts):
 
 @dataclass(frozen=True)
 class Nvfp4Experts(_Experts):
-    """The same of a checkpoint with NVFP4 experts. Both products' inputs are quantised with one fp32 scale each."""
+    """Weights of this rank's routed experts of an NVFP4 checkpoint. Each product has one fp32 scale for its inputs."""
 
     w13: Tensor  # uint8 [E, 2 I, d / 2]
     w13_scale: Tensor  # e4m3 [E, 2 I, d / 16], or in tiles uint8 [E, 2 I / 128, d / 64, 512]
@@ -92,10 +92,11 @@ class Nvfp4Experts(_Experts):
 
 
 def _in_tiles(scale: Tensor) -> Tensor:
-    """ue8m0 [E, rows, k / 32], or e4m3 [E, rows, k / 16] -> uint8 [E, rows / 128, scales of a row / 4, 512].
+    """Scales in tiles: uint8 [E, rows / 128, scales of a row / 4, 512], from ue8m0 [E, rows, k / 32] or e4m3
+    [E, rows, k / 16].
 
-    Of 128 rows and four scales byte `16 (row % 32) + 4 (row // 32) + j` is scale j of a row: what
-    `tcgen05.cp.32x128b.warpx4` copies to four columns of tensor memory.
+    In a tile of 128 rows and four scales, byte `16 (row % 32) + 4 (row // 32) + j` is scale j of a row: the order in
+    which `tcgen05.cp.32x128b.warpx4` copies to four columns of tensor memory.
     """
     experts, rows, blocks = scale.shape
     if rows % _TILE_ROWS or blocks % _STEP_SCALES:

@@ -37,11 +37,11 @@ def sparse_attention(
     Entries are named by a list (CSA: `entry_indices`, of which only the slots before `visible[t]` are looked at) or
     densely (HCA: `page_table`, `entries_per_page`, `token_to_request`, `visible`): entry j < visible[t] of request b
     has the row `page_table[b, j // entries_per_page] * entries_per_page + j % entries_per_page`. A row that is named
-    twice counts twice. A row that is not named is not used and may hold anything, NaN included. With all holes and no
+    twice counts twice. A row that is not named is not read and may hold any bytes, NaN included. With all holes and no
     sink the output is zero.
 
-    A token's bits depend on its own lists, their widths and `split_keys`; not on the other tokens of the call. The GPU
-    kernels ("sm90", "sm100") want bf16, head_dim 512, at most 128 heads, and rows all FP8 or all PLAIN bf16.
+    A token's bits depend on its own lists, their widths and `split_keys`, not on the other tokens of the call. The GPU
+    kernels ("sm90", "sm100") require bf16, head_dim 512, at most 128 heads, and rows all FP8 or all PLAIN bf16.
 
     Args:
         q: [T, H, D] fp32 or bf16, any strides.
@@ -53,23 +53,24 @@ def sparse_attention(
         entries_per_page: entries of one page.
         token_to_request: [T] integer row of page_table.
         visible: [T] integer number of entries, at most those that the page table holds; 0 is legal. With
-            `entry_indices` optional, and any number: from slot visible[t] on the list may hold anything.
-        sink: [H] fp32, or None; ±inf are legal (+inf: everything goes to the sink, the output is zero).
+            `entry_indices` optional, and any number: from slot visible[t] on, the list may hold any values.
+        sink: [H] fp32, or None; ±inf are legal (+inf: all weight goes to the sink, the output is zero).
         scale: factor of the scores.
         out: [T, H, D] in q's dtype to write into.
-        split_keys: a multiple of 128, or None. A GPU kernel divides a token's keys into KV splits of at most so many,
-            which it computes side by side and combines in fp32 within the call (`split.py`): for few tokens with many
-            keys.
+        split_keys: a multiple of 128, or None. A GPU kernel divides a token's keys into KV splits of at most this many
+            keys, which it computes in parallel and combines in fp32 within the call (`split.py`). Meant for few tokens
+            with many keys.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
         out [T, H, D] in q's dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, both ways or no way to name the entries, or a `split_keys`
-            that is no multiple of 128.
-        NotImplementedError: no implementation for the device and dtype; or the one chosen does not compute this (other
-            dimensions, row formats that differ). Nothing else is taken in its place: name another with `impl`.
+        ValueError: shapes that do not fit each other, entries that are named both ways or neither way, or a
+            `split_keys` that is not a multiple of 128.
+        NotImplementedError: no implementation for the device and dtype, or the chosen implementation does not compute
+            the call (other dimensions, row formats that differ). No other implementation is tried: name one with
+            `impl`.
     """
     _check_shapes(q, window, window_rows, sink, out)
     _check_entries(q, entries, entry_indices, page_table, entries_per_page, token_to_request, visible)

@@ -1,7 +1,7 @@
-"""The GPU kernels behind the op's signature: arguments -> `Problem` -> kernel -> result.
+"""Entry points of the GPU kernels with the op's signature: arguments -> `Problem` -> kernel -> result.
 
 A kernel module (`sm90.launch`, `sm100.launch`) has a function `sparse_attention(problem)` that writes `problem.out`. It
-is imported at the first call: it needs CuTe DSL.
+is imported at the first call, because it needs CuTe DSL.
 """
 
 from __future__ import annotations

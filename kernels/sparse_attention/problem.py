@@ -1,8 +1,8 @@
-"""What a GPU kernel of the attention is given: one call's tensors, checked and in the kernel's layouts.
+"""The input of the attention's GPU kernels: one call's tensors, checked and in the kernels' layouts.
 
-`Problem.of` is called once a call, after the public function has checked the shapes. It brings what may vary into one
-form (index dtypes, strides of q) and refuses by name what no kernel computes. It reads no tensor's contents, so it
-never waits for the device, and it allocates nothing if q and the lists come in the layouts below and `out` is given.
+`Problem.of` is called once a call, after the public function has checked the shapes. It converts index dtypes and
+strides of q to one form, and raises for inputs that no kernel computes. It reads no tensor's contents, so it never
+waits for the device, and it allocates nothing if q and the lists have the layouts below and `out` is given.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
 
 MAX_HEADS = 128
 FEW_HEADS = 16
-"""Hopper computes calls of at most so many heads by a kernel of their own (sm90/few_heads); 0: none, 16 at most.
+"""Calls of at most this many heads have their own kernel on Hopper (sm90/few_heads). 16 at most; 0 disables it.
 
-docs/log/attention_few_heads.md has what was measured. Rows are not unpacked for it (`dsv4_kernels.unpack.choice`).
+docs/log/attention_few_heads.md has the measurements. Rows are not unpacked for it (unpacking.py).
 """
 VECTOR_BYTES = 16
 """Rows of q, of the tables and of the output begin at multiples of this: kernels move 16 bytes at a time."""
@@ -29,7 +29,7 @@ VECTOR_BYTES = 16
 class Problem:
     """Arguments of one call. All tensors are on one CUDA device; the last stride is 1 everywhere.
 
-    Holes of the lists are -1. A row that no list names must not be read: it may be NaN.
+    Holes of the lists are -1. A kernel must not read a row that no list names: it may be NaN.
     """
 
     q: Tensor  # [T, H, 512] bf16; rows 16-byte aligned, no stride is 0
@@ -64,14 +64,14 @@ class Problem:
 
     @property
     def max_entry_slots(self) -> int:
-        """The most entries that a token of this call could read: K, or all that a row of the page table holds."""
+        """The most entries that a token of this call could read: K, or the entries of a page table row."""
         if self.entry_indices is not None:
             return self.entry_indices.shape[1]
         return 0 if self.page_table is None else self.page_table.shape[1] * self.entries_per_page
 
     @property
     def max_steps(self) -> int:
-        """The most steps (see split.py) that a token of this call could have."""
+        """The most key steps (split.py) that a token of this call could have."""
         return num_steps(self.window_slots, self.max_entry_slots)
 
     @property
@@ -101,7 +101,7 @@ class Problem:
         q with other strides is copied; lists and lengths of another integer dtype are converted.
 
         Raises:
-            NotImplementedError: dtypes, row formats or dimensions that only the reference computes.
+            NotImplementedError: a dtype, row format or dimension that only the reference computes.
             ValueError: tensors on several devices, or a table or output in a layout that kernels cannot address.
         """
         if q.dtype != torch.bfloat16 or q.shape[2] != ROW_DIM or not 1 <= q.shape[1] <= MAX_HEADS:
@@ -175,7 +175,7 @@ def _checked_storage(name: str, table: KVRows) -> Tensor:
 
 
 def _int32_rows(x: Tensor | None) -> Tensor | None:
-    """x in int32 with the last stride 1, itself if it is that already."""
+    """x in int32 with a last stride of 1; x itself if it has both already."""
     if x is None:
         return None
     x = x.to(torch.int32)

@@ -1,8 +1,8 @@
 """Definition of the attention, in plain PyTorch (DeepSeek-V4 specification, section 3.3).
 
-All in fp32. Keys are reduced in tiles of KEY_TILE places of the window's list and then of the entries' list, in order,
-and every product of a token has the same shape: so a token's bits depend on its own lists alone, not on the batch, and
-trailing holes add exact zeros. Tokens are processed in chunks to bound the memory of gathered rows.
+All arithmetic is fp32. Keys are reduced in tiles of KEY_TILE slots of the window's list and then of the entries' list,
+in order, and every product of a token has the same shape: so a token's bits depend on its own lists alone, not on the
+batch, and trailing holes add zeros. Tokens are processed in chunks to bound the memory of gathered rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dsv4_kernels.reference.batch_invariant import at_least_as_many_as_threads, 
 KEY_TILE = 64
 """Keys of one product."""
 GATHERED_BYTES = 4 * 2**20
-"""Bound on the fp32 rows gathered at a time (at least one token's a thread); larger temporaries cost page faults."""
+"""Bytes of fp32 rows gathered at a time (at least one token's per thread); larger temporaries cost page faults."""
 UNPACKED_BYTES = 64 * 2**20
-"""Bound on the fp32 rows that are kept for all tokens of a call; beyond it each token unpacks what it reads."""
+"""Bytes of fp32 rows kept for all tokens of a call at most; otherwise each token unpacks the rows that it reads."""
 
 
 def sparse_attention(
@@ -37,7 +37,7 @@ def sparse_attention(
     out: Tensor | None,
     split_keys: int | None,
 ) -> Tensor:
-    """See `dsv4_kernels.sparse_attention.sparse_attention`. `split_keys` changes nothing: all of it is in fp32."""
+    """See `dsv4_kernels.sparse_attention.sparse_attention`. `split_keys` has no effect: all sums are in fp32."""
     tables = [(window, _padded_to_tiles(window_rows))]
     if entries is not None:
         if entry_indices is None:
@@ -73,7 +73,7 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
         hole = rows < 0
         keys = table.gather(rows.clamp(min=0)).float()
         if hole.any():
-            keys.masked_fill_(hole.unsqueeze(-1), 0.0)  # what lies under a hole may be NaN, and 0 * NaN is NaN
+            keys.masked_fill_(hole.unsqueeze(-1), 0.0)  # the row that stands for a hole may be NaN, and 0 * NaN is NaN
         for begin in range(0, rows.shape[1], KEY_TILE):
             tile = slice(begin, begin + KEY_TILE)
             tiles.append(keys[:, tile])
@@ -93,7 +93,7 @@ def _attend(q: Tensor, tables: list[tuple[KVRows, Tensor]], scale: float) -> tup
 
 
 def _divided(weighted: Tensor, row_max: Tensor, row_sum: Tensor, sink: Tensor | None) -> Tensor:
-    """weighted / (row_sum + exp(sink - row_max)), where nothing at all gives zero. [t, H, D] fp32.
+    """weighted / (row_sum + exp(sink - row_max)) [t, H, D] fp32; zero where the denominator is zero.
 
     exp overflows when the sink exceeds the row max by 88: the rows' true weight is then below fp32's range.
     """
@@ -103,10 +103,10 @@ def _divided(weighted: Tensor, row_max: Tensor, row_sum: Tensor, sink: Tensor | 
 
 
 def _unpacked_once(table: KVRows, rows: Tensor) -> tuple[KVRows, Tensor]:
-    """The same rows by other numbers, in a table of those that are named, unpacked.
+    """A table of the named rows only, unpacked, and `rows` renumbered for it; or the arguments unchanged.
 
-    Tokens of a prefill read nearly the same rows, and unpacking takes longer than the products do. In decode, where few
-    rows are read by a second token, nothing is changed.
+    Tokens of a prefill read nearly the same rows, and unpacking takes longer than the products. In decode, where few
+    rows are read by two tokens, the arguments are returned unchanged.
     """
     if table.format is RowFormat.PLAIN or rows.numel() < table.num_rows:
         return table, rows
@@ -121,14 +121,14 @@ def _unpacked_once(table: KVRows, rows: Tensor) -> tuple[KVRows, Tensor]:
 
 
 def _padded_to_tiles(rows: Tensor) -> Tensor:
-    """[T, n] -> [T, a multiple of KEY_TILE] with holes; tiles in which no token has a row are left out at the end."""
+    """[T, n] -> [T, a multiple of KEY_TILE], padded with holes; trailing tiles without any row are dropped."""
     used = (rows >= 0).any(0).nonzero()
     length = int(used[-1]) + 1 if len(used) else 0
     return torch.nn.functional.pad(rows[:, :length], (0, -length % KEY_TILE), value=-1)
 
 
 def _dense_rows(page_table: Tensor, request: Tensor, entries_per_page: int, visible: Tensor) -> Tensor:
-    """Page tables [B, P]; request and visible length of tokens [T] -> row lists [T, max(visible)], -1 from there on."""
+    """Row lists [T, max(visible)], -1 from visible[t] on, from page tables [B, P], requests [T] and visible [T]."""
     num_entries = int(visible.max()) if visible.numel() else 0
     entry = torch.arange(num_entries, device=visible.device).expand(len(visible), -1)
     readable = entry < visible.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Global memory through which the CTAs of a launch meet: partial results and counters."""
+"""Global memory that the CTAs of a launch share: partial results and counters."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 NUM_COUNTERS = 1 << 16
-"""Of every launch, however large: those that a captured graph was given are never replaced for a larger one."""
+"""Counters of every launch, of any size: a captured graph keeps its address, so counters are never reallocated."""
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A launch's own memory. Launches that run at the same time must not share it."""
+    """Scratch memory of a launch. Launches that run at the same time must not share it."""
 
-    slots: Tensor  # [bytes] uint8, without a meaning between launches
+    slots: Tensor  # [bytes] uint8, undefined between launches
     counters: Tensor  # [NUM_COUNTERS] int32, zero between launches
 
     @staticmethod
     def on(device: torch.device, num_bytes: int) -> Scratch:
-        """For a launch on the current stream; `slots` has at least so many bytes.
+        """Scratch memory for a launch on the current stream; `slots` has at least `num_bytes` bytes.
 
-        A stream keeps its own. While a graph is captured, the slots come from the graph's pool, which its other
-        temporaries share; the counters are those that all graphs of a device use, so graphs that divide keys must not
-        run at the same time.
+        Each stream keeps its own. While a graph is captured, the slots come from the graph's pool, which its other
+        temporaries share. All graphs of a device use the same counters, so graphs that divide keys must not run at the
+        same time.
 
         Raises:
-            RuntimeError: a graph is being captured, and no such call has been made on the device.
+            RuntimeError: a graph is being captured, and `Scratch.on` has not been called on the device before.
         """
         is_cuda = device.type == "cuda"
         if is_cuda and torch.cuda.is_current_stream_capturing():

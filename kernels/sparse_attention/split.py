@@ -1,31 +1,31 @@
-"""How a query's keys are divided into KV splits: by its own lists alone, never by its batch.
+"""The division of a query's keys into KV splits, from its own lists alone, never from its batch.
 
 A query's key slots are its window list (width W) and then its entries (the first `visible` slots of its list, or all
-its visible ones), each padded with holes to whole steps of STEP_KEYS slots. Its steps are divided into KV splits of
-nearly equal length, and their partial results are combined in fp32 in order. Since nothing here looks at other queries,
-a query has the same bits in every batch. (The Hopper kernel may divide KV splits further, into sub-splits, where there
-is room for it, in a way that does not change the bits.)
+its visible entries), each padded with holes to whole key steps of STEP_KEYS slots. Its key steps are divided into KV
+splits of nearly equal length, and the partial results of the KV splits are combined in fp32 in order. No function here
+depends on other queries, so a query has the same bits in every batch. (The Hopper kernel may divide KV splits further,
+into sub-splits, while multiprocessors are free, in a way that does not change the bits.)
 """
 
 from __future__ import annotations
 
 STEP_KEYS = 128
-"""Key slots of one step; KV splits begin and end at steps."""
+"""Key slots of one key step; KV splits begin and end at key steps."""
 DECODE_SPLIT_KEYS = 1152
-"""`split_keys` of forwards with few queries a request: decode and verification of drafts."""
+"""`split_keys` of forwards with few queries a request: decode and draft verification."""
 
 
 def num_steps(window_slots: int, entry_slots: int) -> int:
-    """Steps of a query whose window list has `window_slots` slots and that may read `entry_slots` entries."""
+    """Key steps of a query whose window list has `window_slots` slots and that may read `entry_slots` entries."""
     return (window_slots + STEP_KEYS - 1) // STEP_KEYS + (entry_slots + STEP_KEYS - 1) // STEP_KEYS
 
 
 def num_kv_splits(steps: int, split_keys: int | None) -> int:
-    """KV splits of a query of `steps` steps: as few as hold at most `split_keys` keys each, at least one.
+    """KV splits of a query of `steps` key steps: the fewest that hold at most `split_keys` keys each, at least one.
 
     Args:
         steps: at least 0.
-        split_keys: a multiple of STEP_KEYS, or None for one KV split whatever the length.
+        split_keys: a multiple of STEP_KEYS, or None for one KV split at any length.
     """
     if split_keys is None:
         return 1
@@ -33,7 +33,7 @@ def num_kv_splits(steps: int, split_keys: int | None) -> int:
 
 
 def kv_split_steps(kv_split: int, kv_splits: int, steps: int) -> tuple[int, int]:
-    """The steps [begin, end) of one of a query's KV splits; their lengths differ by at most one."""
+    """The key steps [begin, end) of one of a query's KV splits; lengths differ by at most one."""
     return kv_split * steps // kv_splits, (kv_split + 1) * steps // kv_splits
 
 

@@ -15,13 +15,13 @@ from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.step_mapping import GroupMapping, StepLayout, StepMapping
+from dsv4_kernels.step_mapping.layout import GroupMapping, StepLayout, StepMapping
 
 THREADS = 128
 
 
 class GroupAddresses(NamedTuple):
-    """Where the kernel writes one ratio's mapping; addresses are Int64."""
+    """Addresses, Int64, of one ratio's mapping."""
 
     sources: Int64  # [M, C * r] int32
     slots: Int64  # [M] int64

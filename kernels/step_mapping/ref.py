@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import entry_rows
-from dsv4_kernels.step_mapping import GroupLayout, GroupMapping, StepLayout, StepMapping
+from dsv4_kernels.step_mapping.layout import GroupLayout, GroupMapping, StepLayout, StepMapping
 
 
 def step_mapping(

@@ -1,4 +1,4 @@
-"""FP8 rows as bf16 rows, for readers that would convert each of them many times (DeepSeek-V4 specification, 4.1)."""
+"""FP8 rows unpacked to bf16, for readers that would convert each row many times (DeepSeek-V4 specification, 4.1)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dsv4_kernels.kv_layout import ROW_DIM, KVRows, RowFormat
 from dsv4_kernels.registry import select
 
 VECTOR_BYTES = 16
-"""Rows of `out` begin at multiples of this: the kernel writes 16 bytes at a time."""
+"""Rows of `out` begin at multiples of this, because the kernel writes 16 bytes at a time."""
 MAX_PARTS = 2
-"""A window and entries: what an attention reads."""
+"""Tables of a call at most: window rows and entries, as an attention reads."""
 
 
 class Pages(NamedTuple):
@@ -22,7 +22,9 @@ class Pages(NamedTuple):
 
     table: KVRows
     numbers: Tensor  # [n] integer page numbers, in any order; with rows_per_page = 1 these are row numbers
-    rows_per_page: int  # of the caller's pages, not of the storage's: 64 for CSA's entries of 256 tokens, 2 for HCA's
+    rows_per_page: (
+        int  # of the caller's pages, not of the table's storage: 64 for CSA's entries of 256 tokens, 2 for HCA's
+    )
 
     @property
     def num_rows(self) -> int:
@@ -31,20 +33,20 @@ class Pages(NamedTuple):
 
 
 def unpack_pages(parts: Sequence[Pages], out: Tensor, impl: str | None = None) -> list[KVRows]:
-    """Copies pages of one or two FP8 tables side by side into a plain one.
+    """Copies pages of one or two FP8 tables into a plain bf16 table.
 
     ::
 
         out[i * rows_per_page + j] = table[numbers[i] * rows_per_page + j]     # 0 <= j < rows_per_page
 
-    and of a second part the same, behind the rows of the first. Every value is that of the row: a code of four
-    significant bits times a power of two is a bf16, but for products below bf16's normal range, which are rounded to
-    its subnormals, to the nearest even one. The GPU attention kernels convert FP8 rows to the same bits. A negative
-    page leaves its rows of `out` as they are; what no page names is not read. A row that was never written may hold
-    anything: of one whose scale is NaN (the byte 255), the kernel makes other numbers that are not finite than the
-    reference.
+    The rows of a second part follow those of the first. Values are unchanged: a code of four significant bits times a
+    power of two is a bf16, except products below bf16's normal range, which are rounded to the nearest subnormal, ties
+    to even. The GPU attention kernels convert FP8 rows to the same bits. A negative page leaves its rows of `out`
+    unchanged; rows that no page names are not read. A row that was never written may hold any bytes: if its scale is
+    NaN (byte 255), the kernel and the reference write different non-finite numbers.
 
-    Nothing waits for the device, and nothing is allocated on a GPU if the page numbers are int32 and contiguous.
+    The host does not wait for the device, and nothing is allocated on a GPU if the page numbers are int32 and
+    contiguous.
 
     Args:
         parts: one or two.
@@ -53,11 +55,11 @@ def unpack_pages(parts: Sequence[Pages], out: Tensor, impl: str | None = None) -
         impl: implementation by name; None lets the registry choose.
 
     Returns:
-        Of each part its rows of `out` as a table.
+        A table for each part: its rows of `out`.
 
     Raises:
-        ValueError: no part or too many, rows that are not FP8, pages that are no list, or an `out` that cannot hold
-            them.
+        ValueError: no part or too many parts, rows that are not FP8, page numbers that are not one-dimensional
+            integers, or an `out` that cannot hold the rows.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"unpack_pages takes 1 to {MAX_PARTS} parts; got {len(parts)}")

@@ -1,8 +1,8 @@
 """Unpacking on Hopper and Blackwell (sm_90a, sm_100a): one kernel and one launch for both parts, bound by memory.
 
-A row of 576 bytes and its scales become 1,024 bytes, 64 chunks of 16. A thread makes the same chunk of ROWS_A_THREAD
-rows: of 8 e4m3 with a scale, or by copying 16 bytes of the rotated channels. So neighbours read and write neighbouring
-bytes, and all loads of a thread are on their way before it stores the first chunk. No thread waits for another.
+A row of 576 bytes and its scales become 1,024 bytes, 64 chunks of 16. A thread writes the same chunk of ROWS_A_THREAD
+rows: from 8 e4m3 and a scale, or as a copy of 16 bytes of the rotated channels. So neighbouring threads read and write
+neighbouring bytes, and a thread issues all its loads before it stores the first chunk. No thread waits for another.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ CHUNKS = ROW_DIM // CHUNK
 E4M3_CHUNKS = NOPE_DIM // CHUNK
 ROWS_A_THREAD = 4
 ROW_STEP = THREADS // CHUNKS
-"""From one row of a thread to its next."""
+"""Distance between consecutive rows of a thread."""
 ROWS_A_CTA = ROWS_A_THREAD * ROW_STEP
 
 
@@ -47,11 +47,11 @@ class Part(NamedTuple):
     table_page_bytes: Int32  # of 64 rows
     pages: Int64  # int32
     rows_per_page: Int32
-    num_rows: Int32  # of out
+    num_rows: Int32  # rows of out
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments of the kernel. The first `num_ctas` CTAs make the first part."""
+    """Dynamic arguments of the kernel. The first `num_ctas` CTAs unpack the first part."""
 
     first: Part
     second: Part
@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
 
 @cute.jit
 def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """One CTA for ROWS_A_CTA rows of one part."""
+    """Launches one CTA for ROWS_A_CTA rows of one part."""
     kernel(arguments).launch(
         grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -113,9 +113,9 @@ def kernel(args: Arguments) -> None:
 
 @cute.jit
 def locate(part: Part, first: Int32, data: cute.Tensor, scales: cute.Tensor) -> None:
-    """Addresses of the data and the scales of what becomes a thread's rows of out, data HOLE for what is left alone.
+    """Writes the addresses of the data and scales of a thread's rows; data is HOLE for rows of `out` left unchanged.
 
-    Without branches, so that the page numbers of all rows are loaded side by side.
+    Without branches, so that the page numbers of all rows are loaded in parallel.
     """
     pages = cute.make_rmem_tensor((ROWS_A_THREAD,), Int32)
     places = cute.make_rmem_tensor((ROWS_A_THREAD,), Int32)

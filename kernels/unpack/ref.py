@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_kernels.unpack import Pages
 
 PIECE_ROWS = 1024
-"""Rows dequantised at a time: 2 MB in fp32, so that temporaries stay in a cache."""
+"""Rows dequantised at a time: 2 MB in fp32, so that temporaries stay in the cache."""
 
 
 def unpack_pages(parts: Sequence[Pages], out: Tensor) -> None:

@@ -26,8 +26,8 @@ from dsv4_kernels.compressor import Groups
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowPlaces
 from dsv4_kernels.norm_rope_store import Destination
-from dsv4_kernels.sparse_attention import sparse_attention
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.sparse_attention import sparse_attention, unpacking
+from dsv4_kernels.unpack import Pages, unpack_pages
 from dsv4_radix_cache.pages import pages_for
 from sglang_dsv4.attention.implementation import chosen_implementation, required_implementation
 from sglang_dsv4.attention.metadata import (
@@ -114,7 +114,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self.drafts_blocks = pool.is_draft and runner.spec_algorithm.is_dspark()
         self.attention_impl = required_implementation(self.device, pool.geometry.row_dim)
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
-        self._reader = reader_of(runner) if choice.helps(chosen.name) else None
+        self._reader = reader_of(runner) if unpacking.helps(chosen.name) else None
         self.tails = TailLifecycle(pool, runner.req_to_token_pool.req_generation)
         # SGLang asks with speculation only; without it its host copies of the lengths are always right. With it they
         # depend on the accepted drafts, and a GPU's scheduler would wait for these before it prepares the next step.

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from dsv4_kernels.compressor import Groups
 from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.sparse_attention import unpacking
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS
 from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
-from dsv4_kernels.unpack import choice
 from dsv4_radix_cache.pages import pages_for
 from dsv4_radix_cache.ring import ring_row
 from sglang_dsv4.attention.to_device import arrays_to_device
@@ -91,7 +91,7 @@ class UnpackPlan:
             rows += len(self.pages) * entries_per_page(ratio)
             longest = max((end for _, end in self.spans), default=0)
             keys += self.keys(ratio, reader.top_k if ratio == CSA_RATIO else longest)
-        return choice.pays(rows, keys, reader.heads)
+        return unpacking.pays(rows, keys, reader.heads)
 
 
 @dataclass(frozen=True)

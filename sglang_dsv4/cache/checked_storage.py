@@ -73,10 +73,10 @@ class StagedRecords:
         """Set the size of the record that the backend will read from the slot, or fill it with."""
         self._used[slot] = stored_bytes(record_bytes)
 
-    def take(self, slot: int, key: str, target: Tensor) -> bool:
+    def read(self, slot: int, key: str, target: Tensor) -> bool:
         """Copy a slot's record to `target`, [bytes] uint8; False if it is damaged."""
         stored = self.kv_buffer[slot, : target.numel() + CHECKSUM_BYTES]
-        return _take(stored, key, target)
+        return _read_checked(stored, key, target)
 
     # The interface of SGLang's host pools
 
@@ -207,7 +207,7 @@ class CheckedStorage:
             if self._backend.get(key, stored) is None:
                 faults.append(Fault.MISSING)
             else:
-                faults.append(None if _take(stored, key, target) else Fault.CORRUPT)
+                faults.append(None if _read_checked(stored, key, target) else Fault.CORRUPT)
         return faults
 
     def _staged_records(self, keys: Sequence[str], targets: Sequence[Tensor]) -> list[Fault | None]:
@@ -226,7 +226,7 @@ class CheckedStorage:
                     if not read[slot]:
                         faults.append(Fault.MISSING)
                     else:
-                        faults.append(None if self._staged.take(slot, key, target) else Fault.CORRUPT)
+                        faults.append(None if self._staged.read(slot, key, target) else Fault.CORRUPT)
         return faults
 
     def _note(self, fault: Fault, what: str, count: int = 1) -> None:
@@ -258,6 +258,6 @@ def checksum(key: str, record: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
-def _take(stored: Tensor, key: str, target: Tensor) -> bool:
+def _read_checked(stored: Tensor, key: str, target: Tensor) -> bool:
     target.copy_(stored[: target.numel()])
     return torch.equal(checksum(key, target), stored[target.numel() : target.numel() + CHECKSUM_BYTES])

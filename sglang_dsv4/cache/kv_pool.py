@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DraftOf:
-    """What a draft worker's pool knows of its target."""
+    """The connection of a draft worker's pool to its target."""
 
     target: Dsv4KVPool
     model: torch.nn.Module

@@ -47,7 +47,7 @@ HEADER = struct.Struct("<8sQ16s32s16s16x")  # magic, record bytes, identity, key
 REST_S = 30
 """Pause of writing after a failed write."""
 LEFT_OVER_S = 600
-"""Age from which an unfinished file is taken for a crash's and deleted."""
+"""Age from which an unfinished file counts as left by a crash, and is deleted."""
 
 
 class Fault(Enum):
@@ -164,7 +164,7 @@ class RecordFiles(HiCacheStorage):
                 self.faults[Fault.UNWRITTEN] += 1
                 self._resting_until = time.monotonic() + REST_S
             logger.warning(
-                "prefix storage: %s can't be written (%s); requests are served on, and nothing is written for %d s. "
+                "prefix storage: %s can't be written (%s); requests are still served, and nothing is written for %d s. "
                 "Free space in %s or start with another folder (%s)",
                 self._path(key).name,
                 error,
@@ -272,7 +272,7 @@ class RecordFiles(HiCacheStorage):
             if not note.exists():
                 note.write_text(json.dumps(self.identity, indent=1))
         except OSError as error:
-            logger.warning("prefix storage: %s can't be written: %s. What is there is read.", self.folder, error)
+            logger.warning("prefix storage: %s can't be written: %s. Existing records are read.", self.folder, error)
         now = time.time()
         for left in self.folder.glob("*/.*.tmp"):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What SGLang would change on a CPU for its own CPU engine, and this package leaves as it is.
+"""Undo changes that SGLang makes on a CPU for its own CPU engine.
 
 Each function is named by a row of :mod:`sglang_dsv4.seam.hooks`.
 """

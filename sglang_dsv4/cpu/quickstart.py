@@ -1,9 +1,9 @@
-"""``make serve``: starts SGLang's server on loopback, waits until it answers, and says what to type next.
+"""``make serve``: start SGLang's server on loopback, wait until it answers, and print the command to type next.
 
     python -m sglang_dsv4.cpu.quickstart --model-path DIR [--port 30000] [further sglang.launch_server flags]
 
-It runs ``python -m sglang.launch_server`` as it is; everything of ours comes in through the entry points. Standard
-library only, so that a missing dependency shows as SGLang's own message and not as ours.
+It runs ``python -m sglang.launch_server`` unchanged; SGLang finds this package by its entry points. Standard library
+only, so that a missing dependency is reported by SGLang and not here.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 DEFAULT_CHECKPOINT = Path("checkpoints/tiny")  # as in the Makefile; written by sglang_dsv4.cpu.random_checkpoint
-START_TIMEOUT_S = 600  # a machine under load; a quiet one needs less than a minute
-# SGLang's names for DeepSeek-V4's formats. Without them thoughts and calls stay in the text of an answer.
+START_TIMEOUT_S = 600  # for a machine under load; an idle one needs less than a minute
+# SGLang's names of DeepSeek-V4's formats. Without them thoughts and tool calls stay in the text of an answer.
 PARSERS = {"--reasoning-parser": "deepseek-v4", "--tool-call-parser": "deepseekv4"}
 
 
 def why_port_is_unusable(port: int) -> str | None:
-    """What keeps a server from binding ``port`` on loopback now; None if nothing does."""
+    """Why a server can't bind ``port`` on loopback now; None if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except PermissionError:
-            return f"Port {port} is reserved for privileged users (as those below 1024 usually are)."
+            return f"Port {port} is reserved for privileged users (as ports below 1024 usually are)."
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return f"Port {port} is taken by another program."
@@ -44,7 +44,7 @@ def why_port_is_unusable(port: int) -> str | None:
 
 
 def is_ready(port: int) -> bool:
-    """Whether the server answers ``/health`` (SGLang answers 503 until its warm-up request is through)."""
+    """Whether the server answers ``/health`` with 200 (SGLang answers 503 until its warm-up request is done)."""
     try:
         with urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5) as response:
             return response.status == 200
@@ -53,7 +53,7 @@ def is_ready(port: int) -> bool:
 
 
 def next_command(port: int, model: str) -> str:
-    """The chat call to type once the server is ready."""
+    """The chat request to type once the server is ready."""
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "temperature": 0}
     )
@@ -64,7 +64,7 @@ def next_command(port: int, model: str) -> str:
 
 
 def what_to_type(port: int, model: Path) -> str:
-    """The chat call, and for the default checkpoint what to expect of the answer."""
+    """The chat request, and for the default checkpoint a note that the answer is noise."""
     command = next_command(port, str(model))
     if model != DEFAULT_CHECKPOINT:
         return command
@@ -72,13 +72,13 @@ def what_to_type(port: int, model: Path) -> str:
 
 
 def parser_flags(server_flags: list[str]) -> list[str]:
-    """Flags that have reasoning and tool calls parsed; none for a parser that `server_flags` name."""
+    """The flags for the parsers of reasoning and tool calls, except those that `server_flags` has."""
     given = {flag.split("=")[0] for flag in server_flags}
     return [word for flag, name in PARSERS.items() if flag not in given for word in (flag, name)]
 
 
 def main() -> int:
-    """Runs the server until it ends or Ctrl-C; returns its exit status, 1 for what kept it from starting."""
+    """Run the server until it ends or Ctrl-C; returns its exit status, 1 if it could not start."""
     parser = argparse.ArgumentParser(description="Serve a DeepSeek-V4 checkpoint on loopback.")
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--port", type=int, default=30000)
@@ -98,8 +98,8 @@ def main() -> int:
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(arguments.model_path), "--host", HOST, "--port", str(arguments.port)),
-        *("--uvicorn-access-log-exclude-prefixes", "/health"),  # polled below
-        "--sleep-on-idle",  # else a server that nobody asks anything keeps a core busy
+        *("--uvicorn-access-log-exclude-prefixes", "/health"),  # polled below, and not to be logged
+        "--sleep-on-idle",  # else an idle server keeps a core busy
         *parser_flags(server_flags),
         *server_flags,
     ]

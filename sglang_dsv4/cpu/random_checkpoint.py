@@ -1,17 +1,17 @@
-"""Writes a DeepSeek-V4 checkpoint of random weights in the released format: names, dtypes, scales, config, tokenizer.
+"""Write a DeepSeek-V4 checkpoint of random weights in the released format: names, dtypes, scales, config, tokenizer.
 
     python -m sglang_dsv4.cpu.random_checkpoint OUT [--preset NAME] [--seed 0] [--unquantised]
 
-`tiny` is what ``make serve`` serves: every kind of layer, both routers, the MTP module, 20 MB. `flash-april`,
-`flash-0731` and `pro-0813` are as small, in the layouts of these releases: the first with an MTP module, the others
-with a DSpark draft of three stages. `nvfp4` is `tiny` as NVIDIA's modelopt exports it: the main model's experts in
-NVFP4, the MTP module's as released. `flash` and `pro` have the released models' attention, indexer and hyper-connection
-dimensions and 6 and 5 of their layers, with a hidden size, experts and a vocabulary small enough for a CPU (0.6 and 1.1
-GB). ``--unquantised`` writes every weight in fp32 and no quantization_config: what a tight comparison with another
-implementation needs.
+``make serve`` serves `tiny`: every kind of layer, both routers, the MTP module, 20 MB. `flash-april`, `flash-0731` and
+`pro-0813` are as small and have the layouts of these releases: the first has an MTP module, the others have a DSpark
+draft of three stages. `nvfp4` is `tiny` as NVIDIA's modelopt exports it: the main model's experts in NVFP4, the MTP
+module's as released. `flash` and `pro` have the released models' attention, indexer and hyper-connection dimensions and
+6 and 5 of their layers; hidden size, experts and vocabulary are small enough for a CPU (0.6 and 1.1 GB).
+``--unquantised`` writes every weight in fp32 and no quantization_config, for tight comparisons with another
+implementation.
 
-Names, shapes and dtypes: DeepSeek-V4 specification, sections 1, 4.2 and 6. Every parameter is random and of a size that
-shows in the logits, so that an ignored one is noticed.
+Names, shapes and dtypes: DeepSeek-V4 specification, sections 1, 4.2 and 6. Every parameter is random and large enough
+to change the logits, so that a test notices an ignored parameter.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from sglang_dsv4.weights import nvfp4
 SHARD_BYTES = 256 << 20  # small enough that flash and pro have several shards, as the release has
 
 
-class Storage(Enum):
-    """How a tensor is stored in the released files."""
+class StoredAs(Enum):
+    """The format of a tensor in the released files."""
 
     FP8 = "fp8"  # e4m3 [n, k] and .scale e8m0 [ceil(n/128), ceil(k/128)]
     FP4 = "fp4"  # packed e2m1 int8 [n, k/2] and .scale e8m0 [n, k/32]
@@ -55,17 +55,17 @@ class Storage(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Nvfp4:
-    """Packed e2m1 uint8 [n, k/2], and the scales of `sglang_dsv4.weights.nvfp4`."""
+    """The format of an NVFP4 matrix: packed e2m1 uint8 [n, k/2], and the scales of `sglang_dsv4.weights.nvfp4`."""
 
-    amax: float  # of the matrices that share a global scale
-    input_amax: float
+    amax: float  # largest absolute value of the matrices that share a global scale
+    input_amax: float  # largest absolute value of the product's input
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """The dimensions of a random model. Field names follow ``config.json`` (specification, section 1)."""
 
-    compress_ratios: tuple[int, ...]  # one a layer, without the MTP layer's: 0 SWA, 4 CSA, 128 HCA
+    compress_ratios: tuple[int, ...]  # one a layer, draft layers left out: 0 SWA, 4 CSA, 128 HCA
     hidden_size: int
     num_attention_heads: int
     q_lora_rank: int
@@ -86,15 +86,15 @@ class Shape:
     sliding_window: int = 128
     hc_mult: int = 4
     num_nextn_predict_layers: int = 1
-    dspark_markov_rank: int | None = None  # of a DSpark draft in place of the MTP module; None for no such draft
+    dspark_markov_rank: int | None = None  # None: the draft is an MTP module, not DSpark's
     dspark_target_layer_ids: tuple[int, ...] = ()
     dspark_block_size: int = 5
     dspark_noise_token_id: int = 999
-    nvfp4_experts: bool = False  # of the main model; no field of config.json
+    nvfp4_experts: bool = False  # the main model's experts are NVFP4; no field of config.json
 
     @property
     def draft_layers(self) -> int:
-        """Window-only blocks of the draft, each with an entry of `compress_ratios`."""
+        """Number of window-only blocks in the draft, each with one 0 in `compress_ratios`."""
         return self.num_nextn_predict_layers if self.dspark_markov_rank is None else len(self.dspark_target_layer_ids)
 
 
@@ -170,7 +170,7 @@ _PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
 
 
 def hf_config(shape: Shape, quantised: bool = True) -> dict[str, Any]:
-    """``config.json`` of a checkpoint of this shape, with the released file's fields."""
+    """The fields of ``config.json`` for a checkpoint of this shape, as in the released file."""
     config: dict[str, Any] = {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
@@ -229,7 +229,7 @@ def hf_config(shape: Shape, quantised: bool = True) -> dict[str, Any]:
 
 
 def hf_quant_config(shape: Shape) -> dict[str, Any]:
-    """``hf_quant_config.json``, which modelopt writes beside the config."""
+    """The fields of ``hf_quant_config.json``, which modelopt writes in addition to the config."""
     layers = [f"layers.{layer}.ffn.experts" for layer in range(len(shape.compress_ratios))]
     return {
         "producer": _PRODUCER,
@@ -254,70 +254,70 @@ class _Weights:
         return torch.randn(*size, generator=self.generator)
 
     def linear(self, out_dim: int, in_dim: int, gain: float = 1.4) -> Tensor:
-        """[out_dim, in_dim]; an input of variance 1 gives an output of standard deviation ``gain``."""
+        """A weight [out_dim, in_dim] that maps an input of variance 1 to an output of standard deviation ``gain``."""
         return self.normal(out_dim, in_dim) * (gain / math.sqrt(in_dim))
 
     def norm(self, dim: int) -> Tensor:
         return 1 + 0.2 * self.normal(dim)
 
-    def model(self) -> Iterator[tuple[str, Tensor, Storage | Nvfp4]]:
+    def model(self) -> Iterator[tuple[str, Tensor, StoredAs | Nvfp4]]:
         shape = self.shape
-        yield "embed.weight", self.normal(shape.vocab_size, shape.hidden_size), Storage.BF16
-        yield "head.weight", self.linear(shape.vocab_size, shape.hidden_size), Storage.BF16
-        yield "norm.weight", self.norm(shape.hidden_size), Storage.BF16
+        yield "embed.weight", self.normal(shape.vocab_size, shape.hidden_size), StoredAs.BF16
+        yield "head.weight", self.linear(shape.vocab_size, shape.hidden_size), StoredAs.BF16
+        yield "norm.weight", self.norm(shape.hidden_size), StoredAs.BF16
         yield from self.stream_mixing("hc_head_", outputs=shape.hc_mult, scales=1)
         for layer, ratio in enumerate(shape.compress_ratios):
             yield from self.block(f"layers.{layer}.", ratio, hashed=layer < shape.num_hash_layers)
         yield from self.mtp() if shape.dspark_markov_rank is None else self.dspark(shape.dspark_markov_rank)
 
-    def mtp(self) -> Iterator[tuple[str, Tensor, Storage]]:
-        """The MTP module (specification, section 7)."""
+    def mtp(self) -> Iterator[tuple[str, Tensor, StoredAs]]:
+        """The tensors of the MTP module (specification, section 7)."""
         shape = self.shape
         for module in range(shape.num_nextn_predict_layers):
             prefix = f"mtp.{module}."
             yield from self.block(prefix, 0, hashed=False)
             yield from self.stream_mixing(prefix + "hc_head_", outputs=shape.hc_mult, scales=1)
             for name in ("enorm", "hnorm", "norm"):
-                yield f"{prefix}{name}.weight", self.norm(shape.hidden_size), Storage.BF16
+                yield f"{prefix}{name}.weight", self.norm(shape.hidden_size), StoredAs.BF16
             for name in ("e_proj", "h_proj"):
-                yield f"{prefix}{name}.weight", self.linear(shape.hidden_size, shape.hidden_size), Storage.FP8
+                yield f"{prefix}{name}.weight", self.linear(shape.hidden_size, shape.hidden_size), StoredAs.FP8
 
-    def dspark(self, rank: int) -> Iterator[tuple[str, Tensor, Storage]]:
-        """The DSpark draft: a block for each stage, and what the first and the last one have beside it."""
+    def dspark(self, rank: int) -> Iterator[tuple[str, Tensor, StoredAs]]:
+        """The tensors of the DSpark draft: a block per stage, and the extra tensors of the first and last stage."""
         shape, stages = self.shape, len(self.shape.dspark_target_layer_ids)
         for stage in range(stages):
             yield from self.block(f"mtp.{stage}.", 0, hashed=False)
         d, last = shape.hidden_size, f"mtp.{stages - 1}."
-        yield "mtp.0.main_proj.weight", self.linear(d, stages * d), Storage.FP8
-        yield "mtp.0.main_norm.weight", self.norm(d), Storage.BF16
-        yield last + "norm.weight", self.norm(d), Storage.BF16
+        yield "mtp.0.main_proj.weight", self.linear(d, stages * d), StoredAs.FP8
+        yield "mtp.0.main_norm.weight", self.norm(d), StoredAs.BF16
+        yield last + "norm.weight", self.norm(d), StoredAs.BF16
         yield from self.stream_mixing(last + "hc_head_", outputs=shape.hc_mult, scales=1)
         for name in ("markov_w1", "markov_w2"):
-            yield f"{last}markov_head.{name}.weight", self.linear(shape.vocab_size, rank), Storage.BF16
-        yield last + "confidence_head.proj.weight", self.linear(1, d + rank), Storage.BF16
+            yield f"{last}markov_head.{name}.weight", self.linear(shape.vocab_size, rank), StoredAs.BF16
+        yield last + "confidence_head.proj.weight", self.linear(1, d + rank), StoredAs.BF16
 
-    def stream_mixing(self, prefix: str, outputs: int, scales: int) -> Iterator[tuple[str, Tensor, Storage]]:
-        """fn, base and scale of a hyper-connection (specification, sections 2.2 and 2.4)."""
-        yield prefix + "fn", self.linear(outputs, self.shape.hc_mult * self.shape.hidden_size), Storage.FP32
-        yield prefix + "base", 0.7 * self.normal(outputs), Storage.FP32
-        yield prefix + "scale", 1 + 0.3 * self.normal(scales), Storage.FP32
+    def stream_mixing(self, prefix: str, outputs: int, scales: int) -> Iterator[tuple[str, Tensor, StoredAs]]:
+        """The fn, base and scale of a hyper-connection (specification, sections 2.2 and 2.4)."""
+        yield prefix + "fn", self.linear(outputs, self.shape.hc_mult * self.shape.hidden_size), StoredAs.FP32
+        yield prefix + "base", 0.7 * self.normal(outputs), StoredAs.FP32
+        yield prefix + "scale", 1 + 0.3 * self.normal(scales), StoredAs.FP32
 
-    def block(self, prefix: str, ratio: int, hashed: bool) -> Iterator[tuple[str, Tensor, Storage | Nvfp4]]:
+    def block(self, prefix: str, ratio: int, hashed: bool) -> Iterator[tuple[str, Tensor, StoredAs | Nvfp4]]:
         shape = self.shape
         for name in ("attn_norm", "ffn_norm"):
-            yield f"{prefix}{name}.weight", self.norm(shape.hidden_size), Storage.BF16
+            yield f"{prefix}{name}.weight", self.norm(shape.hidden_size), StoredAs.BF16
         for sublayer in ("attn", "ffn"):
             outputs = (2 + shape.hc_mult) * shape.hc_mult
             yield from self.stream_mixing(f"{prefix}hc_{sublayer}_", outputs=outputs, scales=3)
         yield from self.attention(prefix + "attn.", ratio)
         yield from self.experts(prefix + "ffn.", hashed)
 
-    def attention(self, prefix: str, ratio: int) -> Iterator[tuple[str, Tensor, Storage]]:
+    def attention(self, prefix: str, ratio: int) -> Iterator[tuple[str, Tensor, StoredAs]]:
         shape = self.shape
         heads_dim = shape.num_attention_heads * shape.head_dim
-        yield prefix + "attn_sink", self.normal(shape.num_attention_heads), Storage.FP32
-        yield prefix + "q_norm.weight", self.norm(shape.q_lora_rank), Storage.BF16
-        yield prefix + "kv_norm.weight", self.norm(shape.head_dim), Storage.BF16
+        yield prefix + "attn_sink", self.normal(shape.num_attention_heads), StoredAs.FP32
+        yield prefix + "q_norm.weight", self.norm(shape.q_lora_rank), StoredAs.BF16
+        yield prefix + "kv_norm.weight", self.norm(shape.head_dim), StoredAs.BF16
         o_rank = shape.o_groups * shape.o_lora_rank
         for name, out_dim, in_dim in (
             ("wq_a", shape.q_lora_rank, shape.hidden_size),
@@ -326,73 +326,73 @@ class _Weights:
             ("wo_a", o_rank, heads_dim // shape.o_groups),
             ("wo_b", shape.hidden_size, o_rank),
         ):
-            yield f"{prefix}{name}.weight", self.linear(out_dim, in_dim), Storage.FP8
+            yield f"{prefix}{name}.weight", self.linear(out_dim, in_dim), StoredAs.FP8
         if ratio:
             yield from self.compressor(prefix + "compressor.", ratio, shape.head_dim)
         if ratio == 4:
             index_dim = shape.index_n_heads * shape.index_head_dim
-            yield prefix + "indexer.wq_b.weight", self.linear(index_dim, shape.q_lora_rank), Storage.FP8
+            yield prefix + "indexer.wq_b.weight", self.linear(index_dim, shape.q_lora_rank), StoredAs.FP8
             weights_proj = self.linear(shape.index_n_heads, shape.hidden_size)
-            yield prefix + "indexer.weights_proj.weight", weights_proj, Storage.BF16
+            yield prefix + "indexer.weights_proj.weight", weights_proj, StoredAs.BF16
             yield from self.compressor(prefix + "indexer.compressor.", ratio, shape.index_head_dim)
 
-    def compressor(self, prefix: str, ratio: int, dim: int) -> Iterator[tuple[str, Tensor, Storage]]:
-        channels = dim * (2 if ratio == 4 else 1)  # CSA: a half for the previous group, a half for its own
-        yield prefix + "ape", self.normal(ratio, channels), Storage.FP32
-        yield prefix + "wkv.weight", self.linear(channels, self.shape.hidden_size), Storage.BF16
-        yield prefix + "wgate.weight", self.linear(channels, self.shape.hidden_size), Storage.BF16
-        yield prefix + "norm.weight", self.norm(dim), Storage.BF16
+    def compressor(self, prefix: str, ratio: int, dim: int) -> Iterator[tuple[str, Tensor, StoredAs]]:
+        channels = dim * (2 if ratio == 4 else 1)  # CSA: one half for the previous compression group, one for its own
+        yield prefix + "ape", self.normal(ratio, channels), StoredAs.FP32
+        yield prefix + "wkv.weight", self.linear(channels, self.shape.hidden_size), StoredAs.BF16
+        yield prefix + "wgate.weight", self.linear(channels, self.shape.hidden_size), StoredAs.BF16
+        yield prefix + "norm.weight", self.norm(dim), StoredAs.BF16
 
-    def experts(self, prefix: str, hashed: bool) -> Iterator[tuple[str, Tensor, Storage | Nvfp4]]:
+    def experts(self, prefix: str, hashed: bool) -> Iterator[tuple[str, Tensor, StoredAs | Nvfp4]]:
         shape = self.shape
-        yield prefix + "gate.weight", self.linear(shape.n_routed_experts, shape.hidden_size), Storage.BF16
+        yield prefix + "gate.weight", self.linear(shape.n_routed_experts, shape.hidden_size), StoredAs.BF16
         if hashed:
             scores = torch.rand(shape.vocab_size, shape.n_routed_experts, generator=self.generator)
-            yield prefix + "gate.tid2eid", scores.topk(shape.num_experts_per_tok).indices, Storage.INT64
+            yield prefix + "gate.tid2eid", scores.topk(shape.num_experts_per_tok).indices, StoredAs.INT64
         else:
-            yield prefix + "gate.bias", 0.3 * self.normal(shape.n_routed_experts), Storage.FP32
+            yield prefix + "gate.bias", 0.3 * self.normal(shape.n_routed_experts), StoredAs.FP32
         nvfp4_experts = shape.nvfp4_experts and not prefix.startswith("mtp.")
-        names = [(f"experts.{expert}.", Storage.FP4) for expert in range(shape.n_routed_experts)]
-        for name, storage in [*names, ("shared_experts.", Storage.FP8)]:
-            # A gain of 3 makes some gate and up values pass the clamp at 10.
+        names = [(f"experts.{expert}.", StoredAs.FP4) for expert in range(shape.n_routed_experts)]
+        for name, stored_as in [*names, ("shared_experts.", StoredAs.FP8)]:
+            # With a gain of 3 some gate and up values exceed the clamp at 10.
             w1 = self.linear(shape.moe_intermediate_size, shape.hidden_size, 3)
             w3 = self.linear(shape.moe_intermediate_size, shape.hidden_size, 3)
             w2 = self.linear(shape.hidden_size, shape.moe_intermediate_size)
-            of_w13 = of_w2 = storage
-            if nvfp4_experts and storage is Storage.FP4:
+            of_w13 = of_w2 = stored_as
+            if nvfp4_experts and stored_as is StoredAs.FP4:
                 of_w13 = Nvfp4(float(torch.maximum(w1.abs().max(), w3.abs().max())), input_amax=4.0)
-                of_w2 = Nvfp4(float(w2.abs().max()), input_amax=100.0)  # of a clamped SwiGLU
+                of_w2 = Nvfp4(float(w2.abs().max()), input_amax=100.0)  # the largest output of the clamped SwiGLU
             yield f"{prefix}{name}w1.weight", w1, of_w13
             yield f"{prefix}{name}w3.weight", w3, of_w13
             yield f"{prefix}{name}w2.weight", w2, of_w2
 
 
 def tensors(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of a model before quantisation, by its released name: fp32, the hash tables int64."""
+    """Released name -> tensor before quantisation: fp32, the hash tables int64."""
     return {name: value.contiguous() for name, value, _ in _Weights(shape, seed).model()}
 
 
-def stored(name: str, value: Tensor, storage: Storage | Nvfp4) -> dict[str, Tensor]:
-    """One fp32 tensor as the released files hold it: itself, or the quantised weight and its scales."""
-    if isinstance(storage, Nvfp4):
-        weight, scale, global_scale = quantise_nvfp4_weight(value, storage.amax)
-        input_scale = torch.tensor(storage.input_amax / (E2M1_MAX * E4M3_MAX))
+def stored(name: str, value: Tensor, stored_as: StoredAs | Nvfp4) -> dict[str, Tensor]:
+    """Name -> tensor as in the released files: the value in its dtype, or the quantised weight and its scales."""
+    if isinstance(stored_as, Nvfp4):
+        weight, scale, global_scale = quantise_nvfp4_weight(value, stored_as.amax)
+        input_scale = torch.tensor(stored_as.input_amax / (E2M1_MAX * E4M3_MAX))
         return dict(zip((name, *nvfp4.scale_names(name)), (weight, scale, global_scale, input_scale), strict=True))
-    if storage is Storage.FP8 or storage is Storage.FP4:
-        quantise = quantise_fp8_weight if storage is Storage.FP8 else quantise_fp4_weight
+    if stored_as is StoredAs.FP8 or stored_as is StoredAs.FP4:
+        quantise = quantise_fp8_weight if stored_as is StoredAs.FP8 else quantise_fp4_weight
         weight, scale = quantise(value)
         return {name: weight.contiguous(), name.removesuffix("weight") + "scale": scale.contiguous()}
-    dtype = {Storage.BF16: torch.bfloat16, Storage.FP32: torch.float32, Storage.INT64: torch.int64}[storage]
+    dtype = {StoredAs.BF16: torch.bfloat16, StoredAs.FP32: torch.float32, StoredAs.INT64: torch.int64}[stored_as]
     return {name: value.to(dtype).contiguous()}
 
 
 def write_checkpoint(directory: Path | str, shape: Shape, seed: int = 0, quantised: bool = True) -> int:
-    """Writes config, tokenizer, safetensors shards and their index; returns the bytes of the weights.
+    """The number of bytes of the weights; writes config, tokenizer, safetensors shards and their index.
 
     Args:
-        directory: made if it is missing; files of the same names are replaced.
+        directory: created if it is missing; files of the same names are replaced.
         shape: dimensions, for instance ``PRESETS["tiny"]``.
-        seed: of the weights.
+        seed: of the random weights.
         quantised: the released dtypes and scales; otherwise fp32 and no ``quantization_config``.
 
     Raises:
@@ -403,8 +403,8 @@ def write_checkpoint(directory: Path | str, shape: Shape, seed: int = 0, quantis
     write_tokenizer(directory, shape.vocab_size, shape.max_position_embeddings)
     shards: list[dict[str, Tensor]] = [{}]
     shard_bytes = total_bytes = 0
-    for name, value, storage in _Weights(shape, seed).model():
-        entry = stored(name, value, storage) if quantised else {name: value.contiguous()}
+    for name, value, stored_as in _Weights(shape, seed).model():
+        entry = stored(name, value, stored_as) if quantised else {name: value.contiguous()}
         entry_bytes = sum(tensor.nbytes for tensor in entry.values())
         if shards[-1] and shard_bytes + entry_bytes > SHARD_BYTES:
             shards.append({})
@@ -427,7 +427,7 @@ def write_checkpoint(directory: Path | str, shape: Shape, seed: int = 0, quantis
 
 
 def main() -> int:
-    """The command line of the module's docstring."""
+    """Run the command line of the module's docstring; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write a random DeepSeek-V4 checkpoint in the released format.")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")

@@ -1,8 +1,8 @@
 """A small tokenizer with DeepSeek-V4's special tokens, for checkpoints of random weights.
 
-Byte-level BPE over all 256 bytes and a few English words, so that any text can be encoded and what a random model says
-is mostly legible. The special tokens are those of the released tokenizer (specification, section 8) with bos 0, eos 1
-and pad 2; the vocabulary is filled up with the released tokenizer's placeholder tokens to the size asked for.
+It is a byte-level BPE over all 256 bytes and some English words, so that any text can be encoded and a random model's
+answers are mostly legible. The special tokens are the released tokenizer's (specification, section 8) with bos 0, eos 1
+and pad 2; the released tokenizer's placeholder tokens fill the vocabulary up to the requested size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 
-# Never shown in an answer. deepseek-recipe and SGLang look these up by their text.
+# Never shown in an answer. deepseek-recipe and SGLang look them up by their text.
 SPECIAL_TOKENS = (
     BOS, EOS, PAD,
     "<｜System｜>", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>", "<｜image｜>",
@@ -23,7 +23,7 @@ SPECIAL_TOKENS = (
     "<｜polygon｜>", "<｜/polygon｜>",
     "<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>",
 )  # fmt: skip
-# One token each, but part of the text: the parsers of reasoning and tool calls read them.
+# One token each, and part of the answer's text: the parsers of reasoning and tool calls read them.
 VISIBLE_TOKENS = ("<think>", "</think>", "｜DSML｜")
 
 WORDS = (
@@ -71,10 +71,10 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(directory: Path, vocab_size: int, max_tokens: int) -> None:
-    """Writes ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
     Args:
-        directory: the checkpoint's folder; it exists.
+        directory: the checkpoint's folder, which exists.
         vocab_size: number of tokens, as in ``config.json``.
         max_tokens: the longest sequence the model accepts.
     """

@@ -1,22 +1,22 @@
-"""What SGLang 0.5.23 needs before it can be imported on a machine with no GPU, and where that is switched on.
+"""An import hook with which SGLang 0.5.23 can be imported on a machine with no GPU.
 
-SGLang's wheel assumes a CUDA host. Two imports fail elsewhere, in every process of the server:
+SGLang's wheel assumes a CUDA host. Elsewhere two imports fail in every process of the server:
 
-* ``triton``: imported by SGLang at the top, never launched on the CPU path. Where it is not installed, a stand-in
-  takes its place as soon as ``sglang`` is imported. It is the one that SGLang ships for Apple machines.
-* ``torchvision``: PyPI's wheel is linked against CUDA, so beside a CPU build of torch its operators are missing and
-  ``import torchvision`` (and with it transformers) fails. Declaring two operator schemas first is enough.
+* ``triton``: SGLang imports it at the top of modules and launches none of its kernels on the CPU path. Where it is not
+  installed, the stand-in that SGLang ships for Apple machines is installed when ``sglang`` is imported.
+* ``torchvision``: PyPI's wheel is linked against CUDA. With a CPU build of torch its operators are missing, and
+  ``import torchvision`` (and with it transformers) fails unless two operator schemas are declared first.
 
-An SGLang plugin is loaded too late for either, so they sit in an import hook that a one-line ``.pth`` file puts in
-place when Python starts. That file is not part of the wheel: it exists only where somebody ran
+SGLang loads plugins too late for both, so a one-line ``.pth`` file installs the import hook when Python starts. The
+wheel does not contain that file; this command writes it:
 
     python -m sglang_dsv4.cpu.shims install        # also: remove, status
 
-``make serve`` and ``make test`` run it in their own virtual environment. A GPU host never needs it; if it is there
-nevertheless, both hooks see that the real packages work and do nothing. ``SGLANG_DSV4=off`` turns it off as well, and
-then only says why SGLang's import fails here. The third obstacle, ``sgl_kernel``, is met by
-:mod:`sglang_dsv4.cpu.platform`, which SGLang finds by an entry point; where that is missing it complains of a missing
-accelerator, so the hook says what is missing.
+``make serve`` and ``make test`` run the command in their own virtual environment. A GPU host does not need the file; if
+it exists there, both hooks find that the real packages work and do nothing. Under ``SGLANG_DSV4=off`` the hook only
+explains why SGLang can't be imported here. SGLang's third import that fails, ``sgl_kernel``, is avoided by
+:mod:`sglang_dsv4.cpu.platform`, which SGLang finds by an entry point. Without that entry point SGLang reports a missing
+accelerator, so the hook reports a missing entry point first.
 
 This module runs at the start of every Python process of that environment: standard library only.
 """
@@ -37,7 +37,7 @@ from typing import Any
 from sglang_dsv4 import env
 
 PTH_NAME = "sglang_dsv4_cpu.pth"
-# One line, because `site` executes only lines that start with `import`. find_spec: the file may outlive the package.
+# One line, since `site` executes only lines that start with `import`. find_spec: the package may be uninstalled first.
 PTH_LINE = (
     "import importlib.util as u; "
     'u.find_spec("sglang_dsv4") and __import__("sglang_dsv4.cpu.shims", fromlist=["activate"]).activate()\n'
@@ -54,12 +54,12 @@ def is_off() -> bool:
 
 
 def require_known_switch() -> None:
-    """Ends the process if ``SGLANG_DSV4`` is neither of the words for on nor of those for off.
+    """End the process if ``SGLANG_DSV4`` is none of the words for on and off.
 
-    For the server's processes only: this module itself is loaded by every Python process of the environment.
+    Only the server's processes call it: this module is loaded by every Python process of the environment.
 
     Raises:
-        SystemExit: the one exception that SGLang's plugin loader does not swallow.
+        SystemExit: the one exception that SGLang's plugin loader does not catch.
     """
     if _switch() not in (*env.ON_WORDS, *env.OFF_WORDS):
         raise SystemExit(
@@ -73,10 +73,10 @@ def _switch() -> str:
 
 
 class CpuImportHook:
-    """A ``sys.meta_path`` finder that finds nothing: it acts just before ``sglang`` or ``torchvision`` is imported."""
+    """A ``sys.meta_path`` finder that finds no module; it acts before ``sglang`` or ``torchvision`` is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Called by the import system for every module that is not loaded yet."""
+        """None; the import system calls this for every module that is not loaded yet."""
         if fullname == "sglang":
             warn_unless_sglang_loads_us()
             install_triton_stand_in()
@@ -85,13 +85,13 @@ class CpuImportHook:
 
 
 class OffNotice:
-    """The last ``sys.meta_path`` finder: where SGLang's import fails for want of triton, the error says why."""
+    """The last ``sys.meta_path`` finder: explains the error if SGLang's import fails because triton is missing."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Called by the import system for every module that is not found elsewhere.
+        """None; the import system calls this for every module that no other finder found.
 
         Raises:
-            ModuleNotFoundError: SGLang asks for triton, as it would without this finder.
+            ModuleNotFoundError: SGLang imports triton, which is not installed.
         """
         if fullname == "triton" and "sglang" in sys.modules:
             raise ModuleNotFoundError(
@@ -102,7 +102,7 @@ class OffNotice:
 
 
 def activate() -> None:
-    """Puts the import hook in place, once; under ``SGLANG_DSV4=off`` nothing but a better error."""
+    """Install the import hook, once; under ``SGLANG_DSV4=off`` install only the finder that explains the error."""
     if any(isinstance(finder, CpuImportHook | OffNotice) for finder in sys.meta_path):
         return
     if is_off():
@@ -111,17 +111,17 @@ def activate() -> None:
         sys.meta_path.insert(0, CpuImportHook())
 
 
-@functools.cache  # once a process, however often somebody looks for sglang
+@functools.cache  # once a process, however often sglang is looked for
 def warn_unless_sglang_loads_us() -> None:
-    """One line on stderr if SGLang would run without this package: none of our code will be there to say it later."""
+    """Print one line to stderr if SGLang would run without this package, whose code could not report it later."""
     obstacle = why_sglang_does_not_load_us()
     if obstacle is not None:
         print(f"sglang-dsv4: {obstacle}", file=sys.stderr)
 
 
 def why_sglang_does_not_load_us() -> str | None:
-    """What keeps SGLang from finding this package in this environment, and what to do; None if nothing does."""
-    import importlib.metadata  # takes longer than the rest of this module, and most programs never get here
+    """Why SGLang would not find this package in this environment, and what to do; None if it would."""
+    import importlib.metadata  # takes longer than the rest of this module, and most programs don't need it
 
     missing = [
         f"{name!r} in the group {group!r}"
@@ -146,10 +146,10 @@ def why_sglang_does_not_load_us() -> str | None:
 
 
 def install_triton_stand_in() -> None:
-    """Makes ``import triton`` succeed where Triton is not installed, with SGLang's own stand-in module.
+    """Make ``import triton`` succeed where Triton is not installed, with SGLang's own stand-in module.
 
     Raises:
-        ImportError: SGLang is installed but its stand-in is not where version 0.5.23 keeps it.
+        ImportError: SGLang is installed, and its stand-in is not in the file that version 0.5.23 has.
     """
     if "triton" in sys.modules or importlib.machinery.PathFinder.find_spec("triton") is not None:
         return
@@ -169,7 +169,7 @@ def install_triton_stand_in() -> None:
 
     triton.__version__ = "3.0.0"
     triton.cdiv, triton.next_power_of_2, triton.Config = stubs._cdiv, stubs._next_power_of_2, stubs._Config
-    # These are used as types, in annotations and isinstance: the stand-in's attributes are modules unless set.
+    # SGLang uses these as types, in annotations and isinstance; the stand-in's attributes are modules unless set.
     for module, name in (
         ("triton.language", "constexpr"),
         ("triton.runtime.jit", "JITFunction"),
@@ -177,15 +177,15 @@ def install_triton_stand_in() -> None:
     ):
         stand_in = type(name, (stubs._StubBase,), {"__init__": _accept_anything})
         setattr(importlib.import_module(module), name, stand_in)
-    triton.language.constexpr.__init__ = _keep_value  # PyTorch forms of some kernels read their constants
+    triton.language.constexpr.__init__ = _keep_value  # the PyTorch versions of some kernels read their constants
     for module in ("triton.runtime.cache", "triton.compiler.compiler"):
         importlib.import_module(module).triton_key = stubs._triton_key
 
 
 class StandInFinder:
-    """Finds ``triton`` and everything below it: a module of ``module_type``, made on the spot.
+    """Finds ``triton`` and its submodules, each a new module of ``module_type``.
 
-    SGLang's own finder leaves the making to the import system, which then makes plain modules with no attributes.
+    SGLang's own finder lets the import system create the modules, which then are plain modules with no attributes.
     """
 
     def __init__(self, module_type: type[ModuleType]) -> None:
@@ -194,30 +194,30 @@ class StandInFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A package with this object as its loader, for ``triton`` and its submodules."""
+        """The spec of a package whose loader is this object, for ``triton`` and its submodules; else None."""
         if fullname != "triton" and not fullname.startswith("triton."):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The stand-in module; the import system enters it into ``sys.modules``."""
+        """The stand-in module; the import system puts it into ``sys.modules``."""
         return self.module_type(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: a stand-in has no code."""
 
 
 def _accept_anything(self: object, *args: object, **kwargs: object) -> None:
-    """Initialiser of the stand-in classes."""
+    """The initialiser of the stand-in classes."""
 
 
 def _keep_value(self: object, value: object = None) -> None:
-    """Initialiser of the stand-in for ``triton.language.constexpr``."""
+    """The initialiser of the stand-in for ``triton.language.constexpr``."""
     vars(self)["value"] = value
 
 
 def declare_torchvision_operators() -> None:
-    """Declares ``torchvision::nms`` and ``qnms`` where torchvision is a CUDA build and torch is a CPU build."""
+    """Declare ``torchvision::nms`` and ``qnms`` if torchvision is a CUDA build and torch is a CPU build."""
     spec = importlib.machinery.PathFinder.find_spec("torchvision")
     if spec is None or spec.origin is None or _keep_alive:
         return
@@ -235,12 +235,12 @@ def declare_torchvision_operators() -> None:
 
 
 def pth_path() -> Path:
-    """Where ``install`` puts the ``.pth`` file: the running interpreter's site-packages."""
+    """The path of the ``.pth`` file, in the running interpreter's site-packages."""
     return Path(sysconfig.get_paths()["purelib"]) / PTH_NAME
 
 
 def main(arguments: list[str]) -> int:
-    """``install``, ``remove`` or ``status``; prints what it did. Returns the exit status."""
+    """Run ``install``, ``remove`` or ``status`` and print the result; returns the exit status."""
     path = pth_path()
     if arguments == ["install"]:
         path.write_text(PTH_LINE)

@@ -1,13 +1,13 @@
-"""Speculation on a machine with no GPU: in place of SGLang's Triton kernels around a draft, the same in plain PyTorch.
+"""Speculation on a machine with no GPU: PyTorch versions of SGLang's Triton kernels for drafts.
 
-Chains only: one draft after another, as EAGLE with topk 1 and DSPARK have them. `plugin` puts these functions in the
-place of SGLang's where the device is a CPU; SGLang's workers, scheduler and allocator stay as they are.
+They serve chains of drafts only, as EAGLE with topk 1 and DSPARK have them. Rows of `seam.hooks` replace SGLang's
+functions by these on a CPU; SGLang's workers, scheduler and allocator are unchanged.
 
 EAGLE's verification draws the target's token of every row as a decode step would, and accepts the drafts that equal
-them. That is SGLang's target-only sampling, by another route: a draft is accepted with the target's probability of it,
-and the token behind the last accepted draft follows the target's distribution without the refused draft. With a seed
-the drawn tokens are those of a server without speculation. DSPARK's drafts are drawn too, and its verification weighs
-both distributions.
+the drawn tokens. The result has the distribution of SGLang's target-only sampling: a draft is accepted with the
+target's probability of it, and the token after the last accepted draft follows the target's distribution without the
+refused draft. With a seed the drawn tokens equal those of a server without speculation. DSPARK's drafts are drawn, too,
+and its verification compares the draft's and the target's distributions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def last_locations(req_to_token: Tensor, req_pool_indices: Tensor, prefix_lens: Tensor) -> Tensor:
-    """`get_last_loc`: the slot of each request's last token, [B] of `prefix_lens`' dtype; -1 for none."""
+    """`get_last_loc`: the pool slot of each request's last token, [B] in `prefix_lens`' dtype; -1 for no token."""
     rows = req_to_token[req_pool_indices.long(), (prefix_lens - 1).clamp(min=0).long()]
     return torch.where(prefix_lens > 0, rows.to(prefix_lens.dtype), -1)
 
@@ -46,11 +46,11 @@ def assign_slots(
     out_cache_loc: Tensor,
     batch_size: int,
 ) -> None:
-    """`assign_req_to_token_pool_func`: request b's new slots to positions [start[b], end[b]) of its row, in order."""
+    """`assign_req_to_token_pool_func`: write request b's new pool slots to positions [start[b], end[b]) of its row."""
     begin = 0
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for slot, start, end in spans:
-        if end > start:  # else nothing was allocated, and there is no `out_cache_loc`
+        if end > start:  # else no slot was allocated, and `out_cache_loc` is None
             req_to_token[slot, start:end] = out_cache_loc[begin : begin + end - start].to(req_to_token.dtype)
             begin += end - start
 
@@ -63,7 +63,7 @@ def slots_of_steps(
     draft_token_num: int,
     **sizes: object,
 ) -> Tensor:
-    """SGLang's platform function of the name: slots of each request's next tokens, [B * draft_token_num] int64."""
+    """The pool slots of each request's next tokens, [B * draft_token_num] int64; a function of SGLang's platform."""
     positions = start_offset.long()[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices.long()[:, None], positions].long().flatten()
 
@@ -78,8 +78,10 @@ def assign_draft_slots(
     positions: Tensor | None = None,
     mrope: Tensor | None = None,
 ) -> None:
-    """`assign_draft_cache_locs_contiguous_func`: slots of a chain's steps into `out_cache_loc [B * num_cols]`."""
-    assert topk == 1 and positions is None and mrope is None, "a CPU drafts chains, and computes positions elsewhere"
+    """`assign_draft_cache_locs_contiguous_func`: write a chain's pool slots to `out_cache_loc [B * num_cols]`."""
+    assert topk == 1 and positions is None and mrope is None, (
+        "a CPU drafts chains, and their positions are computed elsewhere"
+    )
     out_cache_loc.copy_(
         slots_of_steps(
             req_pool_indices=req_pool_indices,
@@ -104,9 +106,9 @@ def build_chain(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> None:
-    """`build_tree_kernel_efficient_func` of chains: fills `positions [B * k]` and the links [B, k].
+    """`build_tree_kernel_efficient_func` for chains: fill `positions [B * k]` and the links [B, k].
 
-    `tree_mask` stays as it is: our attention is causal and reads none.
+    `tree_mask` is not written: our attention is causal and reads none.
     """
     assert topk == 1, "a CPU drafts chains"
     k = num_verify_tokens
@@ -120,7 +122,7 @@ def build_chain(
 def fill_bonus_tokens(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, batch_size: int
 ) -> None:
-    """`fill_bonus_tokens_func`: each request's last token, of `accept_tokens [B * stride]`."""
+    """`fill_bonus_tokens_func`: write the last of each request's `accept_tokens [B * stride]` to `bonus_tokens [B]`."""
     last = torch.arange(batch_size) * accept_stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.flatten()[last])
 
@@ -135,11 +137,11 @@ def verify(
     watermark_state: object = None,
     watermark_full_mask: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`eagle_sample`: which drafts stay, and what comes behind them.
+    """`eagle_sample`: accept drafts, and draw the token after them.
 
     Returns:
-        the target's token behind every row, [B * k] int32; how many of them each request keeps, [B] int32; their rows,
-        [B, k] int32, -1 behind the last one.
+        the target's token after every row, [B * k] int32; the number of tokens that each request keeps, [B] int32; the
+        rows of these tokens, [B, k] int32, -1 after the last one.
 
     Raises:
         NotImplementedError: a request is to be watermarked.
@@ -159,7 +161,7 @@ def verify(
 
 
 def chain_of(predicted: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `verify` returns, of the target's tokens and the drafts (both [B, k]; column 0 of the drafts is kept)."""
+    """The result of :func:`verify` for the target's tokens and the drafts, both [B, k]; column 0 is always kept."""
     bs, k = candidates.shape
     matches = (candidates[:, 1:] == predicted[:, :-1]).int().cumprod(1)
     accept_lens = (1 + matches.sum(1)).int()
@@ -169,7 +171,7 @@ def chain_of(predicted: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _apply_penalties(logits: Tensor, info: SamplingBatchInfo, k: int) -> None:
-    """As SGLang's: a block's rows all have the penalties of the tokens before the block."""
+    """Apply penalties to `logits [B * k, V]`. As in SGLang, all rows of a block have those of the tokens before it."""
     from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
     if info.acc_additive_penalties is not None:
@@ -181,12 +183,12 @@ def _apply_penalties(logits: Tensor, info: SamplingBatchInfo, k: int) -> None:
 
 
 def draw_rows(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:
-    """The target's token of each row, as SGLang's sampler draws them: [B * k] integers.
+    """The target's token of each row as SGLang's sampler draws it, [B * k] integers.
 
     Args:
-        logits: [B * k, V], a request's rows side by side.
-        info: of the requests.
-        positions: [B * k] int64, of the tokens whose rows they are; what a seed is mixed with.
+        logits: [B * k, V], the rows of a request adjacent.
+        info: of the B requests.
+        positions: [B * k] int64, the positions of the rows' tokens, with which seeds are combined.
     """
     from sglang.kernels.ops.sampling import softmax
     from sglang.srt.layers import sampler
@@ -213,7 +215,7 @@ def draw_rows(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Ten
 
 
 class _OnAGpu:
-    """Arguments as they are, but for the device."""
+    """The server's arguments, except that the device is a GPU."""
 
     device = "cuda"
 
@@ -225,7 +227,7 @@ class _OnAGpu:
 
 
 def resolve_dspark(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
-    """AROUND SGLang's step that resolves DSPARK's arguments: it refuses a CPU, and asks no platform about it."""
+    """Resolve DSPARK's arguments by SGLang's step, which refuses a CPU: it is told that the device is a GPU."""
     from sglang.srt.arg_groups import speculative_hook
 
     if compat.resolving_view(server_args).device != "cpu":
@@ -240,7 +242,7 @@ def view_as_on_a_gpu(view: Callable[[ServerArgs], Any], module: ModuleType) -> C
 
 
 def keep_for_stream(original: Callable[..., None], tensor: Tensor, stream: object) -> None:
-    """AROUND `Tensor.record_stream`, which refuses what is not on a GPU: on a CPU nothing runs later."""
+    """`Tensor.record_stream`, which refuses CPU tensors; these need none, as no kernel outlives a call on a CPU."""
     if tensor.device.type != "cpu":
         original(tensor, stream)
 
@@ -258,23 +260,23 @@ def accept_block(
     block_verification: bool = False,
     **links_and_thresholds: object,
 ) -> None:
-    """`chain_speculative_sampling_triton`: which drafts that were drawn from `draft_probs` stay, and what follows them.
+    """`chain_speculative_sampling_triton`: accept drafts that were drawn from `draft_probs`, and draw the next token.
 
-    A draft x is kept with probability min(1, p(x) / q(x)). Behind the first that is not, a token is drawn from
-    max(0, p - q), normalised; behind a block that is kept whole, from p.
+    A draft x is accepted with probability min(1, p(x) / q(x)). After the first refused draft the token is drawn from
+    max(0, p - q), normalised; after a block without a refused draft, from p.
 
     Args:
-        predicts: [B * k] int32, written: the tokens that are kept and the one behind them, at the row before each.
-        accept_index: [B, k] int32, written: their rows.
-        accept_token_num: [B] int32, written: drafts that are kept.
-        candidates: [B, k], the last token that is certain and the drafts.
-        uniform_samples: [B, k - 1] or wider, in [0, 1): draft i's.
-        uniform_samples_for_final_sampling: [B].
+        predicts: [B * k] int32, written: the accepted tokens and the one after them, each at the row before it.
+        accept_index: [B, k] int32, written: the rows of these tokens.
+        accept_token_num: [B] int32, written: the number of accepted drafts.
+        candidates: [B, k], the last verified token and the drafts.
+        uniform_samples: [B, k - 1] or wider, in [0, 1); column i is for draft i.
+        uniform_samples_for_final_sampling: [B], in [0, 1).
         target_probs: [B, k, V], p.
         draft_probs: [B, k - 1, V], q.
 
     Raises:
-        NotImplementedError: blocks are to be verified jointly.
+        NotImplementedError: block verification is asked for.
     """
     if block_verification:
         raise NotImplementedError("sglang-dsv4 does not support --speculative-use-block-verification on a CPU")
@@ -292,7 +294,7 @@ def accept_block(
             kept += 1
         drawn = uniform_samples_for_final_sampling[request].double() * rest.double().sum()
         token = int((rest.double().cumsum(0) <= drawn).sum())
-        # Rounding may leave the number behind the last token that can be drawn.
+        # By rounding the sum may end below `drawn`: then the last token with a probability is drawn.
         predicts[request * k + kept] = min(token, int(rest.nonzero().max()))
         accept_token_num[request] = kept
         accept_index[request, : kept + 1] = torch.arange(request * k, request * k + kept + 1, dtype=torch.int32)

@@ -27,7 +27,6 @@ from sglang_dsv4.attention import comparison
 from sglang_dsv4.attention.implementation import required_implementation
 from sglang_dsv4.determinism.flag import FLAG, is_on
 from sglang_dsv4.determinism.sglang_operators import problems_of_modules
-from sglang_dsv4.layers import fp8_linear
 from sglang_dsv4.seam.compat import StartupError
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
         head_dim: of the attention, which decides its kernel; None leaves that choice to the registry.
     """
     options = set()
-    if fp8_linear.is_on(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
         options.add(Option.FP8_LINEAR)
     named = {} if head_dim is None else {"sparse_attention": required_implementation(device, head_dim)}
     problems = []

@@ -1,8 +1,7 @@
 """FP8 linear layers that multiply few tokens by this package's product (`dsv4_kernels.linear.linear_fp8`).
 
-    SGLANG_DSV4_FP8_LINEAR    sm90: up to MOST_TOKENS tokens by our product, more by SGLang's; on Hopper only.
-                              deepgemm: all by SGLang's product. Unset: sm90 on Hopper if SGLang's product is DeepGEMM,
-                              which gives the same bits; else deepgemm.
+On Hopper, where SGLang's product is DeepGEMM, up to MOST_TOKENS tokens are multiplied by ours, which gives the same
+bits, and more by DeepGEMM. Elsewhere SGLang's product multiplies all.
 
 The layer, its parameters and its loading stay SGLang's. `FewTokensConfig` gives it SGLang's quantisation method with
 another product.
@@ -20,45 +19,18 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig, Quant
 from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear_fp8
-from sglang_dsv4 import env
 from sglang_dsv4.determinism.sglang_operators import is_deep_gemm
-from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam.bases import ModelBuiltConfig
 from sglang_dsv4.seam.hooks import FP8_PRODUCT
 from sglang_dsv4.seam.install import set_attribute
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "SGLANG_DSV4_FP8_LINEAR"
 MOST_TOKENS = 64
 """Most tokens that our product multiplies. Launched early, the products of a Flash layer take 44, 47 and 54 us at 1, 16
 and 64 tokens, by DeepGEMM 64, 58 and 56 us; at 128 tokens they take 75 us, by DeepGEMM 61 us
-(benchmarks/results/linear_fp8_h200.json)."""
-
-
-@functools.cache
-def named() -> str | None:
-    """The environment's choice; None if it makes none.
-
-    Raises:
-        ValueError: neither sm90 nor deepgemm.
-    """
-    return env.choice(VARIABLE)
-
-
-def is_on(possible: bool) -> bool:
-    """Whether our product multiplies few tokens.
-
-    Args:
-        possible: whether this is a Hopper GPU and our kernels quantise the inputs of FP8 products:
-            `linear.quantises_once`.
-
-    Raises:
-        ConfigError: the environment asks for it where it is not possible.
-    """
-    if named() == "sm90" and not possible:
-        raise ConfigError(VARIABLE, "sm90", "'deepgemm' where weights are not FP8, or not on a Hopper GPU")
-    return possible and named() != "deepgemm"
+(benchmarks/results/linear_fp8_h200.json). A decode step of six layers keeps the GPU busy for 0.92, 0.94 and 0.97 of the
+time with DeepGEMM at 1, 4 and 16 tokens (serve_switches_h200.json)."""
 
 
 @functools.cache
@@ -132,7 +104,7 @@ class FewTokensConfig(ModelBuiltConfig):
         many = getattr(method, FP8_PRODUCT, None)
         if many is None:
             return method
-        if named() == "sm90" or is_deep_gemm(many):
+        if is_deep_gemm(many):
             say(f"at most {MOST_TOKENS} tokens by dsv4_kernels.linear, more by SGLang's product")
             set_attribute(method, FP8_PRODUCT)
         else:

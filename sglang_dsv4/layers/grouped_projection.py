@@ -4,14 +4,16 @@
 The release multiplies wo_a in the model's dtype and does not quantise its input, so the FP8 weight is dequantised,
 without rounding, at one of two points:
 
-    SGLANG_DSV4_WO_A    bf16: when it is loaded.
+    SGLANG_DSV4_WO_A    bf16: when it is loaded. Only this takes scales that are no powers of two.
                         fp8: when it is multiplied, on Hopper; it then needs half the memory. For few tokens one launch
                         reads half the bytes, undoes the rotation, multiplies and quantises
                         (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens the weight is expanded into a
                         buffer that all layers share, and multiplied as a bf16 weight. That is faster than bf16 up to
                         16 tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
-                        both: FP8 for up to 16 tokens, bf16 for more; one and a half times the memory of bf16.
-                        auto (default): both where that kernel serves (Hopper, FP8 weights), else bf16.
+                        both: FP8 for up to 16 tokens, bf16 for more; one and a half times the memory of bf16. The
+                        default where that kernel serves (Hopper, FP8 weights); elsewhere it is bf16. A decode step of
+                        six layers keeps the GPU busy for 0.97 of bf16's time at 1 and 4 tokens
+                        (serve_switches_h200.json).
 
 All of them give the bits of `dsv4_kernels.linear.grouped_linear` on Hopper. On a CPU the variable has no effect.
 """
@@ -43,13 +45,13 @@ FEW_TOKENS = 16
 """MOST_TOKENS where the weight is kept in bf16 as well."""
 
 
-def asked() -> str:
-    """The environment's choice: bf16, fp8, both or auto.
+def asked() -> str | None:
+    """The environment's choice: both, fp8 or bf16; None if it makes none.
 
     Raises:
         ValueError: none of these.
     """
-    return env.choice(VARIABLE) or "auto"
+    return env.choice(VARIABLE)
 
 
 def reason_against(config: Config, generation: int, dtype: torch.dtype) -> str | None:
@@ -90,10 +92,10 @@ def kept(config: Config, generation: int | None, dtype: torch.dtype) -> str:
     if generation is None or asked() == "bf16":
         return "bf16"
     reason = reason_against(config, generation, dtype)
-    if asked() == "auto":
+    if asked() is None:
         return "both" if reason is None else "bf16"
     if reason is not None:
-        raise ConfigError(VARIABLE, asked(), f"bf16, auto: {reason}")
+        raise ConfigError(VARIABLE, asked(), f"bf16: {reason}")
     return asked()
 
 

@@ -87,7 +87,7 @@ class HyperConnectionHead(nn.Module):
         """Write the last sublayer's output back and mix the streams.
 
         Returns:
-            the streams [T, n, d], and the normed row [T, d] that the logits are made of.
+            the streams [T, n, d], and the normed rows [T, d] from which the logits are made.
         """
         streams, output, post, comb = pending
         return hc_finish(

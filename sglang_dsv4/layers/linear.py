@@ -165,9 +165,8 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
 
     Raises:
         ConfigError: FP8 weights on a GPU with the activations' quantiser switched off, while SGLang's FP8 products
-            always quantise their input; or the environment asks for our product where it can't serve.
+            always quantise their input.
     """
-    few_are_ours = fp8_linear.is_on(quantises_once(config))
     if builds_on_cpu():
         return ReferenceLinearConfig(config.activation_block)
     if (quant_config is not None) != config.qat.activations_fp8:
@@ -178,7 +177,7 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
         )
     if quant_config is None:
         return None
-    if few_are_ours:
+    if quantises_once(config):
         return FewTokensConfig(quant_config)
     fp8_linear.say("by SGLang's product")
     return quant_config

@@ -7,8 +7,8 @@ that moves as many bytes as an all-reduce.
 
 On a GPU ranks exchange parts of the experts' sum in the model's dtype, as for the attention: a rank adds its experts in
 fp32 and rounds once without the shared expert and once with it, as a single rank does. In bf16 these are half the bytes
-of fp32, for an error of some 0.3 % of a token's row, where the specification (section 11.1) allows bf16 activations
-1.4 % of this sublayer. On a CPU, and under the flag, the parts are fp32.
+of fp32, for an error of some 0.3 % of a token's row; the specification (section 11.1) has 1.4 % of this sublayer for
+bf16 activations. On a CPU, and under the flag, the parts are fp32.
 
 Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
 flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.

@@ -41,7 +41,7 @@ all-reduce."""
 
 @functools.cache
 def is_on() -> bool:
-    """Whether the environment asks for it.
+    """Whether the environment switches sequence parallelism on.
 
     Raises:
         ValueError: neither on nor off.

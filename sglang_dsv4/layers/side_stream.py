@@ -2,8 +2,6 @@
 
 With few tokens most kernels leave most of a GPU idle, and their time is mostly start-up and drain; the graph then runs
 two chains of kernels at once. With many tokens each kernel fills the GPU. Bits do not change.
-
-    SGLANG_DSV4_SIDE_STREAM    on: as above, in graphs of up to MOST_TOKENS tokens; off (default): one after the other.
 """
 
 from __future__ import annotations
@@ -14,25 +12,13 @@ from typing import TypeVar
 
 import torch
 
-from sglang_dsv4 import env
-
-VARIABLE = "SGLANG_DSV4_SIDE_STREAM"
 MOST_TOKENS = 32
-"""Most tokens of a graph with a side stream. A decode step of six layers keeps the GPU busy for 0.97, 0.99 and 0.98 of
-the time without it at 1, 16 and 32 tokens, and for 1.02 at 64 (benchmarks/results/step_switches_h200.json)."""
+"""Most tokens of a graph with a side stream. A decode step of six layers keeps the GPU busy for 0.97, 0.97 and 0.98 of
+the time without it at 1, 4 and 16 tokens; 1.02 times the tok/s at 16 and 32 requests
+(benchmarks/results/serve_switches_h200.json). At 64 tokens it gained nothing (step_switches_h200.json)."""
 
 First = TypeVar("First")
 Second = TypeVar("Second")
-
-
-@functools.cache
-def is_on() -> bool:
-    """Whether the environment asks for it.
-
-    Raises:
-        ValueError: neither on nor off.
-    """
-    return env.choice(VARIABLE) == "on"
 
 
 @functools.cache
@@ -50,7 +36,7 @@ def side_by_side(first: Callable[[], First], second: Callable[[], Second], token
             meanwhile.
         tokens: of the forward.
     """
-    few = is_on() and tokens <= MOST_TOKENS
+    few = tokens <= MOST_TOKENS
     if not (few and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return first(), second()
     current = torch.cuda.current_stream()

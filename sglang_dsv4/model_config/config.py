@@ -135,7 +135,7 @@ class Config:
     schedule: LayerSchedule
     num_nextn_predict_layers: int
     dspark: DSpark | None
-    """The checkpoint's DSpark draft, which it has in place of an MTP module; None if it has no DSpark draft."""
+    """The checkpoint's DSpark draft, which replaces the MTP module; None if it has no DSpark draft."""
     rms_norm_eps: float
 
     num_attention_heads: int
@@ -472,7 +472,7 @@ def _quantised_checkpoint(fields: _Fields) -> tuple[bool, bool]:
         if declared.get(field) not in values:
             words = " or ".join("left out" if value is None else repr(value) for value in values)
             if nvfp4 and None not in values:
-                words += ", beside moe_quant_algo 'NVFP4'"
+                words += ", with moe_quant_algo 'NVFP4'"
             raise ConfigError(f"quantization_config[{field!r}]", declared.get(field), words)
     block = declared.get("weight_block_size")
     if block is None or list(block) != [WEIGHT_BLOCK, WEIGHT_BLOCK]:

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_dsv4.determinism import checks
-from sglang_dsv4.layers import sequence_parallel, side_stream
+from sglang_dsv4.layers import sequence_parallel
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
@@ -41,7 +41,6 @@ def check_server_options() -> None:
         ConfigError: names the option.
         ValueError: an environment variable has an invalid value.
     """
-    side_stream.is_on()
     sequence_parallel.is_on()
     dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
     if dtype not in (torch.bfloat16, torch.float32):

@@ -112,9 +112,8 @@ def sampling_setup() -> tuple[str, str | None]:
     from sglang.srt.runtime_context import get_device, get_exec, get_server_args
 
     algorithm = get_server_args().speculative_algorithm
-    if (
-        get_device().device == "cpu" and algorithm != "DSPARK"
-    ):  # EAGLE draws as a decode step does, see `cpu.speculation`
+    # On a CPU, EAGLE draws as a decode step does, see `cpu.speculation`.
+    if get_device().device == "cpu" and algorithm != "DSPARK":
         algorithm = None
     return get_exec().kernel.sampling_backend, algorithm
 

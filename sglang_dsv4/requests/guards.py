@@ -25,7 +25,7 @@ than prompts
 `n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*
 empty `input_embeds`             500: its first row is read                    GenerateReqInput._determine_batch_size
 `input_embeds` that are ragged,  the scheduler ends: no tensor can be made of  ScheduleBatch.prepare_for_extend,
-of another width, or overflow    them, or multiplied, or probabilities are NaN  ForwardBatch
+of another width, or overflow    them, or no product, or the result is NaN     ForwardBatch
 images, audio, video             ignored: the model takes text only            TokenizerManager._tokenize_one_request
 an invalid `stop_regex`          500                                           SamplingParams.normalize
 a grammar and `min_new_tokens`   500: every token is forbidden                 BatchedMinNewTokensPenalizer

@@ -1,4 +1,4 @@
-"""Penalties count every token of a request's answer once, whatever other requests are in the batch.
+"""Penalties count every token of a request's answer once, independent of the other requests in the batch.
 
 SGLang 0.5.23 updates a penaliser while it prepares a decode step, with the last token whose result it has processed
 (``ScheduleBatch.cumulate_penalty_output_tokens``). Under overlapped scheduling that token is one step old, at first the
@@ -41,7 +41,7 @@ class Rows:
 
 
 def are_counted_here(device: str) -> bool:
-    """Whether this module counts in place of SGLang, in this process."""
+    """Whether this module, and not SGLang, counts in this process."""
     return torch.device(device).type == "cpu" and live_parts() is not None
 
 

@@ -1,7 +1,7 @@
-"""Base classes between SGLang's and ours: with `compat`, the only place that knows SGLang's private names.
+"""Base classes between SGLang's classes and ours, which use private methods and attributes of SGLang 0.5.23.
 
-Each gives our classes public methods to call or to override in place of private ones. Names are those of SGLang 0.5.23;
-`tests/test_layering.py` holds every other file to them.
+Our classes call and override public methods of these bases instead; `tests/test_layering.py` finds private names of
+SGLang in other modules.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ if TYPE_CHECKING:
 
 
 class SnapshotAttentionBackend(AttentionBackend):
-    """A backend whose metadata holds copies of all that it reads of SGLang's tables."""
+    """An attention backend whose metadata holds copies of everything that it reads from SGLang's tables."""
 
     def __init__(self) -> None:
         super().__init__()
         self.describe_drafts(0, 1, "cpu")
 
     def describe_drafts(self, requests: int, draft_tokens: int, device: torch.device | str) -> None:
-        """SGLang hands a backend the tree of its drafts as a mask, by default one over the whole context. Chains need
-        none: let it be the smallest there is, with room for the requests of the largest graph."""
+        """Allocate the mask into which SGLang writes the tree of drafts, for the requests of the largest CUDA graph.
+
+        Chains of drafts need no mask; this is SGLang's smallest kind, the default covers the whole context.
+        """
         cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, requests, draft_tokens, 0)
         buffer = torch.zeros(cells, dtype=torch.bool, device=device)
         self._verify_mask = VerifyMask(buffer, TreeMaskMode.QLEN_ONLY, max_bs=requests, is_read=False)
 
     @property
     def verify_mask(self) -> VerifyMask:
-        """What SGLang writes the mask into."""
+        """The mask into which SGLang writes the tree of drafts."""
         return self._verify_mask
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Where SGLang may write into its tables again. Its draft-extend runner knows no end inside a graph."""
+        """The point after which SGLang may write its tables; its draft-extend runner supports none inside a graph."""
         return SharedReadEnds.POST_REPLAY if fm.is_draft_extend_v2() else super().shared_read_ends(fm)
 
     def _snapshot_prefill_shared_reads(self, forward_batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
@@ -58,16 +60,16 @@ class SnapshotAttentionBackend(AttentionBackend):
 
 
 class ModelBuiltConfig(QuantizationConfig):
-    """A quantisation config that the model builds, and no checkpoint names."""
+    """A quantisation config that the model builds, not one that a checkpoint names."""
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Nothing to read."""
+        """An empty list: no file is read."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ModelBuiltConfig:
-        """Not how such a config comes to be.
+        """Not supported: the model builds the config.
 
         Raises:
             NotImplementedError: always.
@@ -76,10 +78,10 @@ class ModelBuiltConfig(QuantizationConfig):
 
 
 class LogitsProcessorWithHead(LogitsProcessor):
-    """SGLang's logits processor; a subclass computes the product with the head."""
+    """SGLang's logits processor, with the product by the head left to a subclass."""
 
     def lm_head_logits(self, hidden_states: torch.Tensor, lm_head: ParallelLMHead) -> torch.Tensor:
-        """Logits [T, V of this rank] of `hidden_states [T, d]`."""
+        """The logits [T, vocabulary of this rank] of `hidden_states [T, d]`."""
         raise NotImplementedError
 
     def _compute_lm_head(
@@ -93,16 +95,16 @@ class LogitsProcessorWithHead(LogitsProcessor):
 
 
 class RingWindowKVPool(DeepSeekV4TokenToKVPool):
-    """SGLang's DeepSeek-V4 pool by type only: it allocates nothing, and says that it has no paged sliding window.
+    """A subclass of SGLang's DeepSeek-V4 pool that allocates nothing and has no paged sliding window.
 
-    With `needs_paged_swa_allocator` False SGLang uses its plain paged allocator over FULL tokens and a radix tree of
-    FULL pages. The constructor of `DeepSeekV4TokenToKVPool`, which would allocate the paged pools, is not called.
+    With `needs_paged_swa_allocator` False SGLang uses its plain paged allocator over FULL tokens, and a radix tree of
+    FULL pages. The constructor of `DeepSeekV4TokenToKVPool`, which would allocate paged pools, is not called.
     """
 
     def __init__(self, request_slots: int, window_tokens: int, ratios: tuple[int, ...], **sizes: Any) -> None:
-        """`sizes` are `KVCache`'s; `ratios` the compression ratios above 0 that occur."""
+        """Set the attributes that SGLang reads; `sizes` are `KVCache`'s, `ratios` the compression ratios above 0."""
         KVCache.__init__(self, **sizes)
-        # What SGLang's DSV4 code asks of a pool before it decides who owns the sliding window.
+        # SGLang's DSV4 code reads these to decide which allocator owns the sliding window.
         self.needs_paged_swa_allocator = False
         self.request_window = None
         self.swa_kv_pool = None
@@ -117,10 +119,10 @@ class RingWindowKVPool(DeepSeekV4TokenToKVPool):
 
 
 class OpenTreeCore(UnifiedTreeCore):
-    """SGLang's Python tree core, with what a component and another walk need of it."""
+    """SGLang's Python tree core, with public methods for tree components and for another walk."""
 
     def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
-        """The match of a page-aligned key that is not empty; a subclass may walk in another way."""
+        """The match of a page-aligned key that is not empty; a subclass may override the walk."""
         return super()._match_prefix_helper(key, params)
 
     def _match_prefix_helper(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
@@ -129,7 +131,7 @@ class OpenTreeCore(UnifiedTreeCore):
     def split(
         self, child: UnifiedTreeNode, length: int
     ) -> tuple[UnifiedTreeNode, CacheAction | ComponentAction | None]:
-        """Split a node `length` tokens behind its beginning: its new parent, and what the cache has to do about it."""
+        """The new parent of a node that is split `length` tokens after its start, and the action left to the cache."""
         return self._split_node(child.key, child, length)
 
     def match_result(
@@ -142,13 +144,13 @@ class OpenTreeCore(UnifiedTreeCore):
         last_visited: UnifiedTreeNode,
         action: CacheAction | ComponentAction | None,
     ) -> MatchResult:
-        """SGLang's result of a walk on the device.
+        """SGLang's result for a walk over tokens on the device.
 
         Args:
-            node: where the match ends, `matched_tokens` behind the root.
-            block_tokens: how far the key's blocks are stored.
-            last_visited: the node in which the walk ended.
-            action: of a split, if there was one.
+            node: the node at which the match ends, `matched_tokens` from the root.
+            block_tokens: number of the key's tokens whose blocks are stored.
+            last_visited: the last node of the walk.
+            action: the action of a split; None if no node was split.
         """
         return self._match_post_processor(
             params,
@@ -164,11 +166,11 @@ class OpenTreeCore(UnifiedTreeCore):
 
     @staticmethod
     def with_host_hit(result: MatchResult, tokens: int) -> MatchResult:
-        """A match that goes on for so many tokens beyond the device."""
+        """The match, extended by `tokens` tokens that are in host memory."""
         return result._replace(host_hit_length=tokens)
 
     def before_eviction(self, node: UnifiedTreeNode) -> None:
-        """The tree is about to give up the node's FULL slots; their bytes are still there."""
+        """Called before the tree frees the node's FULL slots, whose bytes are still valid."""
 
     def _evict_component_and_detach_lru(
         self,
@@ -187,24 +189,24 @@ class OpenTreeCore(UnifiedTreeCore):
         )
 
     def take_off(self, node_id: int, component: TreeComponent) -> None:
-        """Take a component's value off a node, which keeps its blocks."""
+        """Remove a component's value from a node, which keeps its blocks."""
         self._evict_component_and_detach_lru(
             self.node_by_id(node_id), component, defaultdict(list), defaultdict(list), cache_actions=[]
         )
 
 
 class RankedRadixCache(UnifiedRadixCache):
-    """SGLang's radix cache, which can ask the other ranks."""
+    """SGLang's radix cache, with a reduction over its ranks."""
 
     def least_of_ranks(self, values: list[int]) -> list[int]:
-        """The least of each value over the ranks that keep equal trees; all of them must call it."""
+        """The least of each value over the ranks that keep equal trees; every such rank must call it."""
         agreed = torch.tensor(values, dtype=torch.int64)
         self._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
         return agreed.tolist()
 
 
 class PassiveTreeComponent(TreeComponent):
-    """A component for which SGLang evicts nothing of its own accord, and which pins nothing for sessions."""
+    """A tree component whose values SGLang does not evict, and which pins nothing for sessions."""
 
     def _evict_device_start(self, request_cnt: int) -> None:
         return None

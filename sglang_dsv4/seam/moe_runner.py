@@ -1,7 +1,7 @@
-"""The MoE runner "dsv4", beside SGLang's: its name, and whether `--moe-runner-backend auto` takes it.
+"""Whether `--moe-runner-backend auto` chooses this package's MoE runner, "dsv4".
 
-It does where it serves (:func:`reason_against`), since it is the fastest that was measured there
-(`benchmarks/results/experts_h200.json`). SGLang's runners stay selectable by name.
+It does wherever that runner serves (:func:`reason_against`), since it was the fastest one measured there
+(`benchmarks/results/experts_h200.json`). SGLang's runners can still be chosen by name.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ logger = logging.getLogger(__name__)
 
 RUNNER = NAME
 LEAST_CHANNELS = 256
-"""Columns of a matrix whose rows' factors fit where its scales were."""
+"""The fewest columns of an expert's matrix: its rows' factors are stored in the memory of its scales."""
 
 
 def reason_against(
     capability: tuple[int, int] | None, mxfp4: bool, hidden_size: int, channels: int, ranks: int
 ) -> str | None:
-    """Why our experts do not serve; None if they do.
+    """Why our MoE runner can't serve; None if it can.
 
     Args:
-        capability: of the GPU; None for a CPU.
+        capability: the GPU's compute capability; None for a CPU.
         mxfp4: whether the checkpoint's experts are MXFP4.
         hidden_size: d.
-        channels: I, of all ranks.
-        ranks: that share the channels.
+        channels: an expert's intermediate channels, over all ranks.
+        ranks: number of ranks that share these channels.
     """
     if capability is None or capability[0] != 9:
         return f"it is for GPUs of compute capability 9 (Hopper); this one has {capability}"
@@ -44,7 +44,7 @@ def reason_against(
 
 
 def serves(arguments: Any, model_config: Any) -> bool:
-    """Whether the routed experts' runner, which the user left open, is ours."""
+    """Whether the routed experts run by our runner if the user names none; logs the reason if not."""
     import torch
 
     if arguments.device != "cuda":

@@ -32,7 +32,7 @@ REFUSALS = (
     Refusal(
         "--page-size",
         lambda tokens: tokens not in (None, FULL_PAGE_TOKENS),
-        f"pages hold {FULL_PAGE_TOKENS} tokens, two groups of the HCA layers; leave it out",
+        f"pages hold {FULL_PAGE_TOKENS} tokens, two compression groups of the HCA layers; leave it out",
     ),
     Refusal(
         "--hicache-host-memory-mode",

@@ -44,8 +44,8 @@ def remembering_failures(what: str) -> Iterator[None]:
 def require_ready(architectures: list[str] | None) -> None:
     """Raise unless our plugin is fully installed for a model of these architectures; other models pass.
 
-    It also imports the function of every hook that is installed in this process, so that a module of ours that can't
-    be imported stops the server here and not a request later.
+    It also imports the functions of the hooks that are installed in this process, so that a module of ours that can't
+    be imported stops the server here, and not at the first call.
 
     Raises:
         StartupError: another SGLang version, a failure in our plugin, or a model package other than ours.
@@ -66,6 +66,8 @@ def require_ready(architectures: list[str] | None) -> None:
             f"model {hooks.OUR_MODELS!r}: unset it, SGLang takes one such package only"
         )
     for hook in install.installed():
+        if hook.kind in hooks.NOT_CALLED:
+            continue
         try:
             install.ours(hook)
         except Exception as error:

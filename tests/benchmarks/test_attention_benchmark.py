@@ -33,7 +33,7 @@ from lib.measuring import Ceilings, geometric_mean
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
-from dsv4_kernels.unpack import choice
+from dsv4_kernels.sparse_attention import unpacking
 from sglang_dsv4.attention.metadata import extend_metadata
 from sglang_dsv4.cache.geometry import PoolGeometry
 
@@ -53,7 +53,7 @@ PREFILL = [Case(True, kind, 4096, 2, 70, fp8) for kind in ("swa", "csa512", "hca
 @pytest.mark.parametrize("unpacks", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as_stored", "unpacked"])
 def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, unpacks: bool) -> None:
     """Every kind of case agrees with fp64, as the run itself checks: a wrong list, offset or page table would show."""
-    monkeypatch.setattr(choice, "pays", lambda *sizes: unpacks)
+    monkeypatch.setattr(unpacking, "pays", lambda *sizes: unpacks)
     shown: list[str] = []
     result = run(DECODE + PREFILL, Options("ref", 512, CPU, 0.0, ()), 12 * MIB, 8 * MIB, shown.append)
     assert [row["name"] for row in result["cases"]] == [case.name for case in DECODE + PREFILL]

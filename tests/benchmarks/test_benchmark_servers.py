@@ -46,7 +46,7 @@ def test_the_last_of_a_flag_counts_and_their_order_does_not(tmp_path: Path) -> N
 
 def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with another contender, model, flag or switch is not used, nor one that does not answer."""
-    monkeypatch.setenv("SGLANG_DSV4_SIDE_STREAM", "on")
+    monkeypatch.setenv("SGLANG_DSV4_SEQUENCE_PARALLEL", "on")
     monkeypatch.setenv(servers.FOLDER_VARIABLE, str(tmp_path))
     env = dict(os.environ)
     then = {**env, "SGLANG_DSV4": "", "HOME": "/elsewhere"}

@@ -38,13 +38,11 @@ from serving.speculation import (
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
-ONE_OF_BOTH = pytest.mark.parametrize(
-    "speculating", [pytest.param("EAGLE", marks=pytest.mark.slow), "DSPARK"], indirect=True, scope="module"
-)
-"""For tests of half a minute that concern the scheduler and the tiers rather than a draft."""
+SLOW_EAGLE = pytest.param("EAGLE", marks=pytest.mark.slow)
+"""Among the quick tests `test_replayed_graphs` and `test_draft_tails` have EAGLE."""
 
 
-@pytest.fixture(scope="module", params=list(ALGORITHMS))
+@pytest.fixture(scope="module", params=[SLOW_EAGLE, "DSPARK"])
 def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
     folder = tmp_path_factory.mktemp("speculation")
     write_checkpoint(folder / "checkpoint", ALGORITHMS[request.param][0])
@@ -90,7 +88,6 @@ def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> 
     assert [result["meta_info"]["cached_tokens"] for result in drafted] == [512] * 4 + [256] * 2
 
 
-@ONE_OF_BOTH
 def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
     """Prefixes of prefills, and of a conversation whose last page decoding filled: first other requests fill the pool,
     then it is flushed. `test_draft_tails` shows that the draft's own proposals are the same there."""
@@ -112,7 +109,6 @@ def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server
         assert accounts[0]["pages_from"] == {tier: 1024} and accounts[2]["pages_from"] == {tier: 256}, accounts
 
 
-@ONE_OF_BOTH
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
     """An answer ends at a stop token, a stop string or the limit, at each position of a block."""
     prompts = random_prompts(4, [40] * 4)
@@ -181,7 +177,6 @@ def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: 
     assert drawn == [result["output_ids"] for result in plain]
 
 
-@ONE_OF_BOTH
 def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
     """The pool runs out at page boundaries; other requests are aborted, and waiting requests get their slots."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])

@@ -42,6 +42,18 @@ def test_one_log_line_says_what_is_live(server: Server) -> None:
         assert part in lines[0]
 
 
+def test_log_lines_count_the_hooks(server: Server) -> None:
+    """The scheduler has the rows of its process and of every process, and its two checks; the launcher has its own."""
+    from sglang_dsv4.seam.hooks import HOOKS, SELF_CHECK, Kind, Process
+
+    installed = [hook for hook in HOOKS if hook.kind not in (Kind.ENTRY_POINT, Kind.ATTRIBUTE)]
+    in_scheduler = [hook for hook in installed if hook.process in (Process.EVERY, Process.SCHEDULER)]
+    in_launcher = [hook for hook in installed if hook.process in (Process.EVERY, Process.LAUNCHER)]
+    found = dict(re.findall(r"sglang_dsv4: (\d+) hooks installed in the (\w+)", server.log))
+    assert found[str(len(in_scheduler) + len(SELF_CHECK))] == "scheduler"
+    assert found[str(len(in_launcher))] == "launcher"
+
+
 def test_one_log_line_says_what_the_start_took(server: Server) -> None:
     (line,) = [line for line in server.log.splitlines() if "sglang_dsv4 start-up: " in line]
     found = dict(re.findall(r"[:,] ([A-Za-z ]+) ([\d.]+) s", line))

@@ -18,7 +18,7 @@ from serving.speculation import ask, random_prompts
 
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.layers import fp8_linear, grouped_projection, side_stream
+from sglang_dsv4.layers import grouped_projection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,10 +26,8 @@ pytestmark = [
 ]
 MORE = ("--max-running-requests", "40", "--cuda-graph-bs-decode", "1", "16", "40", "--enable-deterministic-inference")
 SWITCHES = (
-    (side_stream.VARIABLE, "on"),
     (grouped_projection.VARIABLE, "bf16"),
     (grouped_projection.VARIABLE, "fp8"),
-    (fp8_linear.VARIABLE, "deepgemm"),
     (dependent_launch.VARIABLE, "off"),
 )
 LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]

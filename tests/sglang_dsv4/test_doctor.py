@@ -1,4 +1,4 @@
-"""`python -m sglang_dsv4.doctor`: the installation, the plan of a checkpoint, and a server that isn't there."""
+"""`python -m sglang_dsv4.doctor`: the installation, a checkpoint's memory plan, and errors for a missing server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_installation_says_whether_sglang_finds_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_package_that_is_only_on_the_path_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report ended in a PackageNotFoundError there."""
+    """Before, the report ended in a PackageNotFoundError."""
 
     def not_found(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -54,7 +54,7 @@ def test_a_package_that_is_only_on_the_path_has_no_version(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("rows", ["fp8", "plain"])
-def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_lists_what_fits(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "77")
     lines = doctor.plan(model, tokens=65_536, requests=8, rows=rows)
     assert "8 requests, 24 tail checkpoints" in lines[0]
@@ -62,8 +62,8 @@ def test_plan_says_what_is_kept(model: Path, rows: str, monkeypatch: pytest.Monk
     assert ["32,768", "2", "4", "17"] in [line.split()[:4] for line in lines]
     assert any(line.startswith("with --enable-hierarchical-cache --hicache-ratio 2: 131,072 tokens") for line in lines)
     assert ["131,072", "0", "1", "65"] in [line.split()[:4] for line in lines], "beyond the device alone"
-    beside = "beside the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
-    assert (beside in lines) == (rows == "fp8")
+    extra = "in addition to the pools, during a prefill: up to 256 MiB of unpacked rows and 256 MiB of index scores"
+    assert (extra in lines) == (rows == "fp8")
     experts = [line for line in lines if line.startswith("with --moe-runner-backend dsv4 on one Hopper GPU: ")]
     assert len(experts) == (1 if rows == "fp8" else 0)
 
@@ -90,7 +90,7 @@ def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, val
 
 
 def test_sizes_of_host_memory() -> None:
-    """256 GB of V4-Flash: some 58 million tokens and a checkpoint every 4,096 (3,520 B a token, 3.65 MB each)."""
+    """256 GB of V4-Flash hold some 58 million tokens, and a tail every 4,096 (3,520 B a token, 3.65 MB a tail)."""
     pages, checkpoints = HostOptions(2.0, gigabytes=256).sizes(65_536, 3_520, 3_649_920)
     assert 57_500_000 < pages * 256 < 58_500_000 and checkpoints == pages * 256 // 4096
     assert HostOptions(2.0).sizes(65_536, 3_520, 3_649_920) == (512, 32)

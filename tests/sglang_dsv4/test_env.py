@@ -24,7 +24,7 @@ def sources() -> list[Path]:
     ]
 
 
-@pytest.fixture(params=["SGLANG_DSV4_SIDE_STREAM"])
+@pytest.fixture(params=["SGLANG_DSV4_SEQUENCE_PARALLEL"])
 def switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv(request.param, raising=False)
     return request.param

@@ -1,4 +1,4 @@
-"""The epilogue of the experts on Blackwell: SwiGLU and h's quantiser, or rows in bf16 (kernel.py)."""
+"""The epilogue of the experts on Blackwell: SwiGLU and the quantiser of h, or rows in bf16 (kernel.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -37,7 +37,7 @@ def finish_tiles(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Thread r has output row r of the work tile, for all its slots, 16 of them at a time."""
+    """Finishes all work tiles of a CTA. Thread r has output row r of a work tile, for all its slots, 16 at a time."""
     thread = cute.arch.thread_idx()[0]
     largest = Int32((smem + plan.largest_offset).toint())
     tiles = Int32(0)
@@ -65,7 +65,7 @@ def finish_tiles(
                 ups = [as_float(word) for word in up_words]
                 if cutlass.const_expr(plan.numbers is Numbers.NVFP4):
                     ups = [bf16_rows.mul(value, up_factor) for value in ups]
-                chunk = tiles * (plan.tokens // CHUNK) + column // CHUNK  # alternate places, across work tiles too
+                chunk = tiles * (plan.tokens // CHUNK) + column // CHUNK  # alternating buffers, across work tiles too
                 place = largest + chunk % 2 * (WARPS_OF_GROUP * CHUNK * 4)
                 hidden = hidden_of(a, sums, ups, slot, left)
                 if cutlass.const_expr(plan.numbers is Numbers.NVFP4):
@@ -81,7 +81,7 @@ def finish_tiles(
 
 @cute.jit
 def hidden_of(a: Arguments, gates: list, ups: list, slot: Int32, count: Int32) -> list:
-    """h of 16 slots, of which `count` exist, rounded to bf16 where the release does."""
+    """h of 16 slots, of which `count` exist, with the release's roundings to bf16."""
     gates, ups = rounded(gates), rounded(ups)
     hidden = []
     for i in cutlass.range_constexpr(CHUNK):
@@ -92,7 +92,7 @@ def hidden_of(a: Arguments, gates: list, ups: list, slot: Int32, count: Int32) -
 
 @cute.jit
 def store_nvfp4(a: Arguments, hidden: list, slot: Int32, count: Int32, row_tile: Int32, thread: Int32) -> None:
-    """e2m1 of 16 slots, two neighbouring lanes a byte, with an e4m3 scale for the channels of 16 lanes."""
+    """Stores e2m1 of 16 slots, a byte for two neighbouring lanes, with an e4m3 scale for the channels of 16 lanes."""
     factor = ptx.load_f32(a.hidden_factor)
     largest_code = bf16_rows.mul(factor, Float32(6.0))
     width = a.row_tiles * TILE_ROWS
@@ -111,7 +111,7 @@ def store_nvfp4(a: Arguments, hidden: list, slot: Int32, count: Int32, row_tile:
 
 
 def to_e4m3(x: Float32) -> tuple:
-    """The nearest e4m3, 448 at most, as a byte and as the number that it is."""
+    """(byte, value) of the nearest e4m3, at most 448. PTX text: the rounding and saturation define the bits."""
     return ptx.asm(
         "{\n.reg .b16 code, low, high;\n.reg .b32 pair;\ncvt.rn.satfinite.e4m3x2.f32 code, {$r0}, {$r0};\n"
         "cvt.rn.f16x2.e4m3x2 pair, code;\nmov.b32 {low, high}, pair;\ncvt.f32.f16 {$w1}, low;\n"
@@ -122,7 +122,7 @@ def to_e4m3(x: Float32) -> tuple:
 
 
 def to_e2m1(low: Float32, high: Float32) -> Uint32:
-    """A byte of the two nearest e2m1, 6 at most, in all bytes of the word."""
+    """A byte of the two nearest e2m1, at most 6, in all bytes of the word. PTX text, for the rounding."""
     return ptx.asm(
         "{\n.reg .b8 code;\ncvt.rn.satfinite.e2m1x2.f32 code, {$r1}, {$r0};\n"
         "mov.b32 {$w0}, {code, code, code, code};\n}",
@@ -143,7 +143,7 @@ def store_e4m3(
     warp: Int32,
     largest: Int32,
 ) -> None:
-    """e4m3 of 16 slots, with one scale for the channels of all four warps."""
+    """Stores e4m3 of 16 slots, with one scale for the channels of all four warps."""
     own = [cute.arch.warp_redux_sync(Int32(ptx.as_u32(bf16_rows.magnitude(value))), "max") for value in hidden]
     if thread % 32 == 0:
         for i in cutlass.range_constexpr(0, CHUNK, 4):
@@ -171,13 +171,13 @@ def store_e4m3(
 
 
 def rounded(values: list) -> list:
-    """Values as bf16 has them."""
+    """Values rounded to bf16."""
     return bf16_rows.channels(bf16_rows.packed(values))
 
 
 @cute.jit
 def store_rows(a: Arguments, sums: list, slot: Int32, count: Int32, row_tile: Int32, thread: Int32) -> None:
-    """One output row of 16 slots, in bf16."""
+    """Stores one output row of 16 slots, in bf16."""
     width = a.row_tiles * TILE_ROWS
     words = bf16_rows.packed(sums)
     for i in cutlass.range_constexpr(CHUNK):

@@ -1,10 +1,10 @@
-"""Routed experts on Blackwell (sm_100a): block-scaled products grouped by expert, of the two kinds of `Numbers`.
+"""Routed experts on Blackwell (sm_100a): block-scaled products grouped by expert, for both formats of `Numbers`.
 
-A work tile is (expert, up to N of its slots, 128 output rows); a slot is a pair of token and expert. Weights are the
-left operand, 128 rows of it, and slots the narrow right one. Persistent CTAs take work tiles in order; how many there
-are stands in global memory. Warps of a CTA, and what they wait for:
+A work tile is (expert, up to N of its slots, 128 output rows); a slot is a pair of token and expert. 128 rows of
+weights are the left operand, slots the narrow right operand. Persistent CTAs compute work tiles in order; their number
+is in global memory. Warps of a CTA, and their waits:
 
-    WEIGHTS (1 thread)     TMA: codes, padded to a byte each on the way, and their scales
+    WEIGHTS (1 thread)     TMA: codes, which TMA pads to a byte each for MXFP4, and their scales
         waits empty[stage]; the bytes arrive at weights[stage]
     TOKENS (4 warps)       rows of activations by `cp.async`, some stages ahead, and their scales
         waits empty[stage], arrives at tokens[stage]
@@ -16,9 +16,9 @@ are stands in global memory. Warps of a CTA, and what they wait for:
 Gate and up are two accumulators with the same lanes, so SwiGLU needs no exchange, and the 128 channels of a work tile
 are whole blocks of h's quantiser.
 
-With MXFP4 weights the activations' scale of 128 channels stands four times in a word, as the four of 32 that an
-instruction's K is. All of K is summed up in tensor memory in one order, so a slot's bits depend neither on its
-neighbours nor on their number.
+With MXFP4 weights the activations' scale of 128 channels is repeated four times in a word, because an instruction's K
+is 32 channels. All of K is summed in tensor memory in one order, so a slot's bits depend neither on its neighbours nor
+on their number.
 """
 
 import cuda.bindings.driver as cuda
@@ -54,12 +54,12 @@ from dsv4_kernels.moe.sm100.plan import (
 
 PRODUCT_BYTES = SWIZZLE_ROW_BYTES // PRODUCTS_PER_STEP
 AHEAD = 3
-"""Stages whose activations are on their way while a thread waits for an empty one."""
+"""Stages whose activations a thread loads ahead."""
 
 
 @cute.jit
 def launch(a: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
-    """Persistent: num_ctas is at most the number of multiprocessors."""
+    """Launches the persistent kernel; num_ctas is at most the number of multiprocessors."""
     weights = experimental_cuda.create_tensor_map_tiled(
         global_address=a.weights,
         dtype=cutlass.Float4E2M1FNx2,
@@ -80,7 +80,7 @@ def launch(a: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.
 
 
 def weight_format(plan: cutlass.Constexpr) -> experimental_cuda.TensorMapDataFormat:
-    """Codes stay packed where both operands are e2m1; beside e4m3 they take a byte each."""
+    """TMA format of the codes: packed if both operands are e2m1, padded to a byte each if the other is e4m3."""
     formats = experimental_cuda.TensorMapDataFormat
     return formats.B4X16 if plan.numbers is Numbers.NVFP4 else formats.B4X16_P64
 
@@ -104,11 +104,11 @@ def experts_kernel(
                 prims.mbarrier_init(barriers + (Barrier.DONE + buffer), 1)
                 prims.mbarrier_init(barriers + (Barrier.FREE + buffer), WARPS_OF_GROUP)
             prims.fence_mbarrier_init()
-        dependent_launch.wait()  # then nobody has tensor memory who ends only after this kernel
+        dependent_launch.wait()  # then the previous kernel has freed its tensor memory
         prims.tcgen05_alloc(tmem_address, plan.tmem_columns, group="cta_1")
         prims.tcgen05_relinquish_alloc_permit(group="cta_1")
-    prims.barrier_cta_sync_aligned(0)  # nobody has touched tensor memory yet
-    dependent_launch.begin()  # the next one, too: tensor memory is allocated
+    prims.barrier_cta_sync_aligned(0)  # barriers and tensor memory are set up
+    dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
     first, _, _ = cute.arch.block_idx()
@@ -125,7 +125,7 @@ def experts_kernel(
         if prims.elect_sync():
             multiply(a, smem, barriers, tmem, first, stride, end, plan)
 
-    prims.barrier_cta_sync_aligned(0)  # behind the last loads the epilogue has said that it is done with them
+    prims.barrier_cta_sync_aligned(0)  # the epilogue has completed its last loads of tensor memory
     if warp == Warp.MMA:
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         prims.tcgen05_dealloc(tmem.as_ptr(Float32), plan.tmem_columns, group="cta_1")
@@ -133,7 +133,7 @@ def experts_kernel(
 
 @cute.jit
 def wait_until_empty(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
-    """Until the products of the step that had this step's stage before are through."""
+    """Waits until the products of the step that used this step's stage before are done."""
     if count >= plan.stages:
         stage = stage_of(count, plan.stages)
         wait(barriers, Barrier.EMPTY + stage.index, stage.phase ^ 1)
@@ -153,7 +153,7 @@ def load_weights(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One thread: the tile of each matrix and its scales, a stage after the other."""
+    """One thread loads the tile of each matrix and its scales, stage after stage."""
     steps = a.k // plan.step
     count = Int32(0)
     for index in cutlass.range(first, end, stride):
@@ -166,7 +166,7 @@ def load_weights(
             full = barriers + (Barrier.WEIGHTS + stage)
             prims.mbarrier_arrive_expect_tx(full, plan.loaded_bytes)
             for matrix in cutlass.range_constexpr(plan.matrices):
-                row_of_matrix = row + matrix * (a.row_tiles * TILE_ROWS)  # w3's rows stand behind w1's
+                row_of_matrix = row + matrix * (a.row_tiles * TILE_ROWS)  # w3's rows follow w1's
                 prims.cp_async_bulk_tensor_shared_cta_global(
                     target + matrix * WEIGHT_TILE_BYTES, weights.get_ptr(), (step * plan.step, row_of_matrix), full
                 )
@@ -193,15 +193,17 @@ def load_tokens(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Eight threads share a row of 128 bytes; thread i also brings the scale of column i. Columns without a slot get
-    zeros, and zeros for a scale, which is 2**-127 or 0."""
+    """Loads the activations. Eight threads share a row of 128 bytes; thread i also loads the scale of column i.
+
+    Columns without a slot get zeros and a scale of zero bits, which is 2**-127 or 0.
+    """
     thread = cute.arch.thread_idx()[0] % GROUP_THREADS
     base = Int32(smem.toint())
     steps = a.k // plan.step
     tokens_offset = plan.matrices * WEIGHT_TILE_BYTES
     scales_offset = plan.scales_offset + plan.matrices * plan.scale_bytes
     scale_place = thread % 32 * CHUNK + thread // 32 * SCALES_PER_TILE
-    for stage in cutlass.range_constexpr(plan.stages):  # columns beyond N are copied along with the others
+    for stage in cutlass.range_constexpr(plan.stages):  # tcgen05.cp also copies the scales of columns beyond N
         for part in cutlass.range_constexpr(plan.scale_tiles):
             offset = stage * plan.stage_bytes + scales_offset + part * SCALE_TILE_BYTES
             ptx.asm("st.shared.b32 [{$r0}], 0;", [], base + offset + scale_place)
@@ -227,7 +229,7 @@ def load_tokens(
             if thread < plan.tokens:
                 for part in cutlass.range_constexpr(plan.scale_tiles):
                     target_of_part = target + (scales_offset + part * SCALE_TILE_BYTES) + scale_place
-                    copy_scale(target_of_part, scales + (step * plan.scale_tiles + part) * 4, scale_bytes)
+                    ptx.copy_4_bytes_async(target_of_part, scales + (step * plan.scale_tiles + part) * 4, scale_bytes)
             cute.arch.cp_async_commit_group()
             if count >= AHEAD:
                 cute.arch.cp_async_wait_group(AHEAD)
@@ -240,21 +242,16 @@ def load_tokens(
 
 @cute.jit
 def source_row(a: Arguments, slot: Int32, exists: cutlass.Boolean, plan: cutlass.Constexpr) -> Int64:
-    """The row of x that a slot multiplies; 0 for a column without one."""
+    """The row of x that a slot multiplies; 0 for a column without a slot."""
     row = cutlass.select_(exists, slot, Int32(0))
     if cutlass.const_expr(plan.product is Product.GATE_UP):
         row = ptx.load_or_zeros(Int32, 1, a.source + Int64(slot) * 4, Int32(exists), cache="")
     return Int64(row)
 
 
-def copy_scale(shared: Int32, address: Int64, num_bytes: Int32) -> None:
-    """4 bytes from global to shared memory, of which those from num_bytes on are zeros."""
-    ptx.asm("cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};", [], shared, address, num_bytes)
-
-
 @cute.jit
 def publish_tokens(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
-    """What this warp copied for a step is there, for the tensor core too."""
+    """Signals that this warp's copies for a step are complete and visible to the tensor core."""
     prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
     arrive(barriers + (Barrier.TOKENS + count % plan.stages))
 
@@ -273,7 +270,7 @@ def multiply(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One thread. The tensor pipe keeps the order of copies and products, so one place for scales is enough."""
+    """One thread issues all products. The tensor pipe keeps copies and products in order: one scale buffer suffices."""
     steps = a.k // plan.step
     count, tiles = Int32(0), Int32(0)
     zero = Int32(0)
@@ -317,7 +314,7 @@ def multiply(
 
 
 def scales_of(tmem: prims.TmemAddr, operand: int, part: int, plan: cutlass.Constexpr) -> cutlass.Array:
-    """Columns of the scales of quarter `part` of a step: one tile for all quarters, or one for each."""
+    """Columns of the scales of quarter `part` of a step: one scale tile for all quarters, or one for each."""
     tile = operand * plan.scale_tiles + part % plan.scale_tiles
     return tmem_columns(tmem, Int32(0), plan.scales_column + tile * SCALE_COLUMNS, Float32)
 
@@ -332,7 +329,7 @@ def multiply_part(
     part: int,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One instruction: a quarter of a step."""
+    """Issues one instruction: a quarter of a step."""
     e2m1 = cutlass.Float4E2M1FN
     if plan.numbers is Numbers.NVFP4:
         kind, per_row = prims.Tcgen05MMAKind.MXF4NVF4, prims.Tcgen05MMAScaleVecSize.BLOCK16

@@ -15,14 +15,14 @@ from dsv4_kernels.moe.sm100.kernel import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.number_formats import encode_nvfp4
-from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.registry import select
 
 STEP = 128
 """Channels that share a scale of the activations."""
 
 
 class WorkList(NamedTuple):
-    """Slots in the order of their experts, cut into tiles. Sizes follow from shapes: nothing waits for the device."""
+    """Slots in the order of their experts, divided into tiles. Sizes follow from shapes: the host does not wait."""
 
     source: Tensor  # int32 [T * k]: the token of each slot
     routing: Tensor  # fp32 [T * k]: its weight
@@ -30,17 +30,17 @@ class WorkList(NamedTuple):
     tile_expert: Tensor  # int32 [tiles]
     tile_first: Tensor  # int32 [tiles]
     tile_count: Tensor  # int32 [tiles]
-    num_tiles: Tensor  # int32 [1]: how many of them there are
+    num_tiles: Tensor  # int32 [1]: number of tiles
 
 
 def work_list(weights: Tensor, experts: Tensor, num_experts: int, offset: int, tokens: int) -> WorkList:
-    """Groups the pairs of token and expert.
+    """The work list of the pairs of token and expert.
 
     Args:
         weights: [T, k] fp32.
         experts: [T, k] integer, among all experts.
-        num_experts: of this rank; the first is expert `offset`.
-        offset: see above.
+        num_experts: experts of this rank; the first has id `offset`.
+        offset: id of this rank's first expert.
         tokens: slots of a tile.
     """
     pairs, chosen = experts.numel(), experts.shape[1]
@@ -87,7 +87,7 @@ def run(
     """Launches one product, which writes a row of `out`, and of GATE_UP also of `out_scales`, for each slot.
 
     Args:
-        plan: which product, and the slots of a tile, for which `listed` was made.
+        plan: the product, and the slots of a tile with which `listed` was made.
         listed: the slots.
         limit: swiglu_limit.
         weight: int8 or uint8 [E, rows, k / 2].
@@ -95,7 +95,7 @@ def run(
         x: e4m3 [rows of x, k], or e2m1 uint8 [rows of x, k / 2]: tokens for GATE_UP, slots for DOWN.
         x_scales: int32 [rows of x, k / 128], see `scale_words`; NVFP4: e4m3 [rows of x, k / 16].
         out: as x but [slots, I], or bf16 [slots, d].
-        out_scales: as x_scales; DOWN leaves it alone.
+        out_scales: as x_scales; not written by DOWN.
         factors: NVFP4: fp32 [E, 2], see `Arguments`.
         hidden_factor: NVFP4, GATE_UP: fp32 [], the scale of h.
     """
@@ -133,14 +133,14 @@ def tokens_of_a_tile(pairs: int, num_experts: int) -> int:
 
 
 def scale_words(scales: Tensor) -> Tensor:
-    """fp32 powers of two -> int32, the ue8m0 of each four times: for an instruction 128 channels are four blocks."""
+    """int32 words with the ue8m0 of each fp32 power of two four times: an instruction has a block for 32 channels."""
     return (scales.contiguous().view(torch.int32) >> 23) * 0x01010101
 
 
 def hidden_rows(x: Tensor, packed: Mxfp4Experts, listed: WorkList, limit: float, tokens: int) -> tuple[Tensor, Tensor]:
     """h of every slot: e4m3 [slots, I], and its scales as `scale_words`; slots of other ranks are not written."""
     pairs, channels = len(listed.source), packed.channels
-    codes, scales = fp8_quantise(x, STEP)
+    codes, scales = select("fp8_quantise", x.device, x.dtype)(x, STEP, False)
     hidden = torch.empty(pairs, channels, dtype=torch.float8_e4m3fn, device=x.device)
     hidden_scales = torch.empty(pairs, channels // STEP, dtype=torch.int32, device=x.device)
     plan = Plan(Product.GATE_UP, tokens)
@@ -217,7 +217,7 @@ def nvfp4_hidden_rows(
 
 
 def nvfp4_output_rows(hidden: Tensor, scales: Tensor, packed: Nvfp4Experts, listed: WorkList, tokens: int) -> Tensor:
-    """As `output_rows`."""
+    """w2 h of every slot, as `output_rows`."""
     rows = torch.empty(len(hidden) + 1, packed.hidden_size, dtype=torch.bfloat16, device=hidden.device)
     rows[len(hidden)].zero_()
     plan = Plan(Product.DOWN, tokens, Numbers.NVFP4)
@@ -227,7 +227,7 @@ def nvfp4_output_rows(hidden: Tensor, scales: Tensor, packed: Nvfp4Experts, list
 
 
 def summed(rows: Tensor, listed: WorkList) -> Tensor:
-    """A token's rows, by rising expert, whatever the batch: fp32 [T, d]."""
+    """fp32 [T, d]: the sums of each token's rows by rising expert, in an order that does not depend on the batch."""
     out = torch.zeros(len(listed.slots), rows.shape[1], dtype=torch.float32, device=rows.device)
     for choice in range(listed.slots.shape[1]):
         out += rows[listed.slots[:, choice]]

@@ -1,4 +1,4 @@
-"""Static plan of the experts on Blackwell: tiles, shared and tensor memory, barriers, warps (see kernel.py)."""
+"""Static plan of the experts on Blackwell: tiles, shared and tensor memory, barriers, warps (kernel.py)."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,14 +9,14 @@ from cutlass import Float32, Int32, Int64
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
 
 TILE_ROWS = 128
-"""Weight rows of a product, the M of an instruction and the lanes of tensor memory."""
+"""Weight rows of a product: the M of an instruction, and the lanes of tensor memory."""
 PRODUCTS_PER_STEP = 4
-"""Instructions of a stage and matrix, of 32 bytes of a row each."""
+"""Instructions of a stage and matrix, each for 32 bytes of a row."""
 SCALES_PER_TILE = 4
 SCALE_TILE_BYTES = TILE_ROWS * SCALES_PER_TILE
-"""Four scales of each of 128 rows, in the order in which `tcgen05.cp.32x128b.warpx4` wants them."""
+"""Bytes of four scales of each of 128 rows, in the order of `tcgen05.cp.32x128b.warpx4`."""
 WEIGHT_TILE_BYTES = TILE_ROWS * SWIZZLE_ROW_BYTES
-"""In shared memory."""
+"""Bytes of a weight tile in shared memory."""
 CHUNK = 16
 """Bytes of a copy, and columns of tensor memory that the epilogue loads at once."""
 MAX_SMEM = 227 * 1024
@@ -25,16 +25,16 @@ SCALE_COLUMNS = 4
 
 
 class Numbers(IntEnum):
-    """What is multiplied with what."""
+    """Number formats of the operands."""
 
     MXFP8_MXFP4 = 0
-    """e4m3 with a ue8m0 for 128 channels times e2m1 with a ue8m0 for 32 (padded to a byte each in shared memory)."""
+    """e4m3 with a ue8m0 scale for 128 channels, times e2m1 with a ue8m0 scale for 32 (a byte each in shared memory)."""
     NVFP4 = 1
-    """e2m1 with an e4m3 for 16 channels on either side, and an fp32 factor of the matrix."""
+    """e2m1 with an e4m3 scale for 16 channels in both operands, and an fp32 factor of the matrix."""
 
 
 class Product(IntEnum):
-    """Which of the two launches."""
+    """The two products of the experts, a launch each."""
 
     GATE_UP = 0
     """h = quantised(routing weight * SwiGLU(w1 x, w3 x)), a row for each pair of token and expert."""
@@ -44,11 +44,11 @@ class Product(IntEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a compiled kernel is specialised for."""
+    """Compile-time parameters of the kernel."""
 
     product: Product
     tokens: int
-    """Columns of a work tile, the N of an instruction."""
+    """Slots of a work tile, the N of an instruction."""
     numbers: Numbers = Numbers.MXFP8_MXFP4
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def matrices(self) -> int:
-        """Weight tiles of a work tile: gate and up, or one."""
+        """Weight tiles of a work tile: two for gate and up, otherwise one."""
         return 2 if self.product is Product.GATE_UP else 1
 
     @property
@@ -67,33 +67,35 @@ class Plan:
 
     @property
     def scale_tiles(self) -> int:
-        """Tiles of scales of either operand in a stage. MX: four scales a row serve the four products of the stage, one
-        each. NVFP4: each product takes four."""
+        """Scale tiles of an operand in a stage.
+
+        MX: four scales a row, one for each of the stage's four products. NVFP4: four scales a row for each product.
+        """
         return 4 if self.numbers is Numbers.NVFP4 else 1
 
     @property
     def codes_per_byte(self) -> int:
-        """Of the activations."""
+        """Activation codes of a byte."""
         return 2 if self.numbers is Numbers.NVFP4 else 1
 
     @property
     def token_tile_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of the activations in a stage."""
         return self.tokens * SWIZZLE_ROW_BYTES
 
     @property
     def scales_offset(self) -> int:
-        """Of a stage: behind the weight tiles and the tokens; the weights' scales first, then the tokens'."""
+        """Offset of the scales in a stage, after the weight tiles and the tokens; the weights' scales come first."""
         return self.matrices * WEIGHT_TILE_BYTES + self.token_tile_bytes
 
     @property
     def stage_bytes(self) -> int:
-        """A multiple of 1,024, where the swizzle begins anew."""
+        """Bytes of a stage, a multiple of the swizzle's period of 1,024."""
         return -(-(self.scales_offset + (self.matrices + 1) * self.scale_bytes) // 1024) * 1024
 
     @property
     def scale_bytes(self) -> int:
-        """Of a matrix, or of the tokens, in a stage."""
+        """Bytes of the scales of a matrix, or of the tokens, in a stage."""
         return self.scale_tiles * SCALE_TILE_BYTES
 
     @property
@@ -103,46 +105,46 @@ class Plan:
 
     @property
     def loaded_bytes(self) -> int:
-        """That a stage's barrier of the weights waits for: bytes of global memory."""
+        """Bytes of global memory whose arrival completes a stage's WEIGHTS barrier."""
         return self.matrices * (TILE_ROWS * self.step // 2 + self.scale_bytes)
 
-    # Shared memory, behind the stages.
+    # Shared memory after the stages.
 
     @property
     def largest_offset(self) -> int:
-        """[2][4 warps][16 columns] fp32: largest magnitudes of h on their way between warps."""
+        """Offset of [2][4 warps][16 columns] fp32: largest magnitudes of h, exchanged between warps."""
         return self.stages * self.stage_bytes
 
     @property
     def barriers_offset(self) -> int:
-        """[Barrier.COUNT] mbarriers."""
+        """Offset of the [Barrier.COUNT] mbarriers."""
         return self.largest_offset + 2 * 4 * CHUNK * 4
 
     @property
     def tmem_address_offset(self) -> int:
-        """Where the allocation of tensor memory leaves its address."""
+        """Offset of the word to which the allocation of tensor memory writes its address."""
         return self.barriers_offset + 8 * Barrier.COUNT
 
     @property
     def smem_bytes(self) -> int:
-        """Of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return self.tmem_address_offset + 16
 
     # Tensor memory: two buffers of accumulators, and the scales of one step.
 
     @property
     def accumulator_columns(self) -> int:
-        """Of one buffer."""
+        """Columns of one accumulator buffer."""
         return self.matrices * self.tokens
 
     @property
     def scales_column(self) -> int:
-        """The weights' scales, SCALE_COLUMNS for a tile of them, then the tokens'."""
+        """First column of the scales: SCALE_COLUMNS for each scale tile, the weights' first, then the tokens'."""
         return 2 * self.accumulator_columns
 
     @property
     def tmem_columns(self) -> int:
-        """A power of two."""
+        """Allocated columns, a power of two."""
         used = self.scales_column + (self.matrices + 1) * self.scale_tiles * SCALE_COLUMNS
         return 1 << max(used - 1, 31).bit_length()
 
@@ -153,16 +155,16 @@ MAX_STAGES = 8
 class Barrier(IntEnum):
     """First index of each group of mbarriers."""
 
-    WEIGHTS = 0  # [stages] weight tiles and their scales are there
-    TOKENS = MAX_STAGES  # [stages] rows of the activations and their scales are there
-    EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are through
-    DONE = 3 * MAX_STAGES  # [2] a work tile's products are in the buffer
-    FREE = DONE + 2  # [2] the epilogue has read the buffer
+    WEIGHTS = 0  # [stages] weight tiles and their scales are in shared memory
+    TOKENS = MAX_STAGES  # [stages] rows of the activations and their scales are in shared memory
+    EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
+    DONE = 3 * MAX_STAGES  # [2] a work tile's sums are in the accumulator buffer
+    FREE = DONE + 2  # [2] the epilogue has read the accumulator buffer
     COUNT = FREE + 2
 
 
 class NamedBarrier(IntEnum):
-    """Hardware barriers; 0 is the whole CTA's."""
+    """Named barriers; 0 is the barrier of the whole CTA."""
 
     EPILOGUE = 1
 
@@ -170,7 +172,7 @@ class NamedBarrier(IntEnum):
 class Warp(IntEnum):
     """First warp of each role."""
 
-    EPILOGUE = 0  # 4: warp w reaches lanes 32 w to 32 w + 31
+    EPILOGUE = 0  # 4: warp w accesses lanes 32 w to 32 w + 31
     TOKENS = 4  # 4
     WEIGHTS = 8
     MMA = 9
@@ -201,6 +203,6 @@ class Arguments(NamedTuple):
     num_tiles: Int64  # int32 [1]
     row_tiles: Int32  # of 128 output rows: I / 128 or d / 128
     out: Int64  # GATE_UP: h, as x; DOWN: bf16 [slots, d]
-    out_scales: Int64  # GATE_UP: of h, as x_scales
-    factors: Int64  # NVFP4: fp32 [E, 2]: of an expert's matrix times the input's, gate and up; DOWN has the first
-    hidden_factor: Int64  # NVFP4, GATE_UP: fp32 [1] of h
+    out_scales: Int64  # GATE_UP: scales of h, as x_scales
+    factors: Int64  # NVFP4: fp32 [E, 2]: an expert's factor times the input's, of gate and up; DOWN uses the first
+    hidden_factor: Int64  # NVFP4, GATE_UP: fp32 [1], scale of h

@@ -1,22 +1,21 @@
 """Routed experts on Hopper (sm_90a): e4m3 activations times MXFP4 weights, grouped by expert.
 
 A slot is a pair of token and expert; eight slots of one expert are a group, and up to 4, 8 or 28 groups share a work
-tile with 128 weight rows. Weights are the left operand of `wgmma`, unpacked in registers from four bits to e4m3 with
-their scales in them (weights.py); slots are the narrow right one. Everything that is read lies in global memory as it
-will in shared memory, so one thread copies all of it by bulk copies, some stages ahead of the products and across work
-tiles:
+tile with 128 weight rows. Weights are the left operand of `wgmma`, unpacked in registers from four bits to e4m3, scales
+included (weights.py); slots are the narrow right operand. All inputs have the same layout in global memory as in shared
+memory, so one thread copies them by bulk copies, some stages ahead of the products and across work tiles:
 
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
     CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
 
-A step takes a stage; of a shape with pairs those of a tile that is wider than a stage has room for take two, which
-begin at an even one (such tiles are listed only if products have an even number of steps).
+A step of K uses one stage. Of a shape with pairs, the steps of a work tile that is wider than a stage's room use two
+stages, which begin at an even stage (such work tiles are listed only if products have an even number of steps).
 
-Persistent CTAs take work tiles in order: all tokens of an expert with its first 128 rows, then with the next, so
-weights that two work tiles need come from L2 the second time. How many there are stands in global memory.
+Persistent CTAs compute work tiles in order: all tokens of an expert with its first 128 rows, then with the next, so
+weights that two work tiles need come from L2 the second time. The number of work tiles is in global memory.
 
 The order of summation depends on K alone: 128 channels in four instructions, times the slot's scale, added to the sum
-in fp32. N changes nothing for a column, so a slot's bits depend neither on its neighbours nor on their number.
+in fp32. N does not change a column, so a slot's bits depend neither on its neighbours nor on their number.
 """
 
 import cuda.bindings.driver as cuda
@@ -53,13 +52,13 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
 @cute.jit
 def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
-    """Persistent: num_ctas is at most the CTAs that are resident at once."""
+    """Launches the persistent kernel; num_ctas is at most the CTAs that are resident at once."""
     kernel(args, plan).launch(
         grid=[num_ctas, 1, 1],
         block=[plan.shape.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=plan.shape.ctas_per_sm,
-        preferred_smem_carveout=100,  # percent: as many CTAs fit as were planned
+        preferred_smem_carveout=100,  # percent, so that the planned CTAs fit
         use_pdl=dependent_launch.is_on(),
     )
 
@@ -79,7 +78,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         for stage in cutlass.range_constexpr(plan.shape.stages):
             cute.arch.mbarrier_init(full + stage, 1)
             cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
-    # Columns of an instruction behind a work tile's last slot multiply what lies there: it must be something.
+    # Columns of an instruction beyond a work tile's last slot multiply this memory, which must be initialised.
     for at in cutlass.range(thread * 16, plan.codes_offset, plan.shape.threads * 16, unroll=1):
         ptx.store_shared(base + at, (Uint32(0),) * 4)
     cute.arch.fence_view_async_shared()  # these zeros, and the barriers
@@ -102,7 +101,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
 @cute.jit
 def work_tile(args: Arguments, index: Int32) -> tuple:
     """(row tile, expert, first group, groups) of a work tile by its number."""
-    tile = index // args.row_tiles  # another one of the same expert
+    tile = index // args.row_tiles  # a work tile of the same expert
     address = args.tiles + Int64(tile) * (4 * TILE_WORDS)
     run_first = ptx.load_i32(address + 4 * TileField.RUN_FIRST)
     run_tiles = ptx.load_i32(address + 4 * TileField.RUN_TILES)
@@ -124,7 +123,7 @@ def produce(
     stride: Int32,
     end: Int32,
 ) -> None:
-    """One thread: all copies, a stage after the other."""
+    """One thread issues all copies, stage after stage."""
     stage = first_to_fill()
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
@@ -134,7 +133,7 @@ def produce(
         tokens, scales = args.tokens + before * GROUP_BYTES, args.token_scales + before * (4 * GROUP)
         sources = codes, shifts, tokens, scales
         if cutlass.const_expr(plan.shape.paired):
-            # A loop each: a branch in every step of the only one took decode 2 % of its time.
+            # Two loops: a branch in every step of a single loop cost decode 2 % of its time.
             if groups * GROUP > plan.shape.room:
                 stage = copy_steps(args, plan, 2, base, full, empty, stage, sources, groups)
             else:
@@ -155,9 +154,9 @@ def copy_steps(
     sources: tuple,
     groups: Int32,
 ) -> Stage:
-    """Copies of a work tile, whose steps take so many stages; returns the stage and phase behind it.
+    """Issues the copies of a work tile whose steps use `stages` stages; returns the stage after it.
 
-    The tokens of one that takes two reach into the second, whose codes nobody needs.
+    With two stages, the tokens extend into the second stage, whose weight codes are not used.
     """
     codes, shifts, tokens, scales = sources
     token_bytes, scale_bytes = groups * GROUP_BYTES, groups * (4 * GROUP)
@@ -202,7 +201,7 @@ def consume(
     stride: Int32,
     end: Int32,
 ) -> None:
-    """A consumer warpgroup: 64 rows of every work tile."""
+    """A consumer warpgroup computes 64 rows of every work tile."""
     lane, unit = thread % WARP, thread // WARP
     barriers = full, empty
     sum_all = sum_products_ahead if plan.shape.ahead else sum_products
@@ -226,7 +225,7 @@ def consume(
 
 
 def places_of(plan: Plan, base: Int32, lane: Int32, unit: Int32) -> tuple:
-    """Of the first stage: a warp's codes and shifts, a lane's scales of its slots."""
+    """Addresses in the first stage: (a warp's codes, a warp's shifts, a lane's scales of its slots)."""
     codes = base + plan.codes_offset + unit * UNIT_BYTES
     shifts = base + plan.shifts_offset + unit * UNIT_SHIFT_BYTES
     return codes, shifts, base + plan.scales_offset + lane % 4 * 8
@@ -244,8 +243,8 @@ def sum_products(
     stage: Stage,
     sums: cute.Tensor,
 ) -> None:
-    """Adds all of K. Element 4 j + 2 h + b of a lane is of its warp's unit row lane // 4 + 8 h, and of the work tile
-    slot 8 j + 2 (lane % 4) + b."""
+    """Sums the products over all of K. Element 4 j + 2 h + b of a lane has row lane // 4 + 8 h of its warp's unit, and
+    slot 8 j + 2 (lane % 4) + b of the work tile."""
     full, empty = barriers
     codes, shifts, scales = places_of(plan, base, lane, unit)
     for _ in cutlass.range(steps, unroll=1):
@@ -253,7 +252,7 @@ def sum_products(
         cute.arch.mbarrier_wait(full + at, stage.phase)
         left = fragments(codes + at * CODE_BYTES, shifts + at * SHIFT_BYTES, lane)
         of_slots = scales + at * (4 * plan.shape.room)
-        # Both halves of a tile that takes two stages one after the other: registers do not hold all its products.
+        # A work tile of two stages in two halves, because registers do not hold all of its products.
         width = slots // plan.shape.stages_of(slots)
         for first in cutlass.range_constexpr(0, slots, width):
             products = multiply(left, width, base + at * plan.token_bytes + first * STEP)
@@ -274,7 +273,7 @@ def sum_products_ahead(
     stage: Stage,
     sums: cute.Tensor,
 ) -> None:
-    """As `sum_products`, with the codes of a step converted while the products of the one before run."""
+    """As `sum_products`, but converts the codes of a step while the products of the previous step run."""
     full = barriers[0]
     codes, shifts, _ = places = places_of(plan, base, lane, unit)
     even, odd = (cute.make_rmem_tensor((LEFT_WORDS,), Uint32) for _ in range(2))
@@ -283,7 +282,7 @@ def sum_products_ahead(
     for i in cutlass.range_constexpr(LEFT_WORDS):
         even[i] = converted[i]
     for pair in cutlass.range((steps + 1) // 2, unroll=1):
-        # Two sets of registers in turns: of one set ptxas would make every instruction wait for the one before.
+        # Two alternating sets of registers: with one set, ptxas would serialise the instructions.
         left = steps - 2 * pair - 1
         stage = step_ahead(plan, slots, base, places, barriers, lane, stage, sums, even, odd, left > 0)
         if left > 0:
@@ -304,7 +303,7 @@ def step_ahead(
     next_left: cute.Tensor,
     has_next: Boolean,
 ) -> Stage:
-    """A step's products, and the next step's codes; returns the next stage."""
+    """Adds a step's products and converts the next step's codes; returns the next stage."""
     (codes, shifts, scales), (full, empty) = places, barriers
     next_stage = following(stage, plan.shape.stages, plan.shape.stages_of(slots))
     source = stage.index  # after the last step nothing is left to convert: the same codes again, unused
@@ -330,7 +329,7 @@ def step_ahead(
 def give_back(
     plan: cutlass.Constexpr, empty: cute.Pointer, lane: Int32, stage: Int32, stages: cutlass.Constexpr[int]
 ) -> None:
-    """A warp has read so many stages."""
+    """Signals that this warp has read `stages` stages."""
     cute.arch.fence_view_async_shared()  # generic loads, before a bulk copy writes there
     cute.arch.sync_warp()
     if lane == 0:
@@ -339,7 +338,7 @@ def give_back(
 
 
 def add_scaled(sums: cute.Tensor, products: list, first: int, scales: Int32) -> None:
-    """Adds a step's products of the slots from `first` on, each times its slot's scale."""
+    """Adds a step's products of the slots from `first` on, each times the scale of its slot."""
     for j in range(len(products) // 4):
         at = first // 2 + 4 * j
         pair = ptx.load_shared_f32x2(scales + 4 * first + j * (4 * GROUP))
@@ -361,9 +360,10 @@ def finish(
 
     Args:
         args, plan: of the kernel.
-        slots: that there are at the most.
-        lane, unit: of the warp.
-        place: row tile, expert, first group, and how many there are.
+        slots: the most slots of the work tile.
+        lane: of the warp.
+        unit: of 16 rows, the warp's.
+        place: (row tile, expert, first group, number of groups).
         sums: of `sum_products`.
     """
     row_tile, expert, first_group, groups = place
@@ -386,5 +386,5 @@ def finish(
 
 
 def rounded(x: Float32) -> Float32:
-    """To bf16, as a product's output is."""
+    """x rounded to bf16, like the output of a product."""
     return ptx.as_f32(ptx.pack_bf16(Float32(0.0), x) & 0xFFFF0000)

@@ -1,7 +1,6 @@
-"""The launches of the experts on Hopper (sm_90a): work list, quantiser, both products with the quantiser between them,
-and the sum.
+"""The launches of the experts on Hopper (sm_90a): work list, quantiser, first product, quantiser, second product, sum.
 
-Sizes of all buffers follow from shapes, and nothing waits for the device: a CUDA graph may record it.
+Sizes of all buffers follow from shapes, and the host never waits for the device: CUDA graphs can capture a call.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
 PAIRED_SLOTS = 56
-"""Slots that an expert may have in the mean for decode's kernels to take them: with 48 they take 0.8 of WIDE's time,
-with 64 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
+"""Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
+more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
 EARLY_TOKENS = 512
-"""Of a call whose launches may begin early. With more a launch is a small part, and what waits holds memory and issue
-slots: 0.97 of the time without, measured from 1,024 tokens on."""
+"""Tokens of a call up to which launches may begin early. With more tokens a launch is a small part of the time, and
+waiting CTAs hold memory and issue slots: without early launches 0.97 of the time, measured from 1,024 tokens on."""
 _NEVER = (1 << 31) - 1
 
 
 class Listed(NamedTuple):
-    """What `list_work` makes; of buffers that are longer the rest has anything."""
+    """The result of `list_work`. Buffers may be longer than the list; their rest is undefined."""
 
-    slot_of_pair: Tensor  # int32 [T, k]; negative: another rank's
+    slot_of_pair: Tensor  # int32 [T, k]; negative: the expert is on another rank
     source: Tensor  # int32 [slots]
     routing: Tensor  # fp32 [slots]
     group_tile: Tensor  # int32 [groups]
@@ -48,17 +47,17 @@ class Listed(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The most that there can be."""
+        """The most groups of slots that the list can have."""
         return len(self.group_tile)
 
 
 def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
-    """By shapes alone. The bits are the same.
+    """The shape of work tiles for a call, from sizes alone. All shapes give the same bits.
 
     Args:
-        tokens: of the call: as many slots an expert has at the most.
+        tokens: tokens of the call, which is also the most slots of an expert.
         chosen: experts of a token.
-        num_experts: of this rank.
+        num_experts: experts of this rank.
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
@@ -66,10 +65,10 @@ def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
 
 
 def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
-    """How many pairs of an expert and up to 64 slots there must be for such wide tiles to be taken: so many that every
-    multiprocessor gets a work tile. With fewer, narrower ones keep more of them busy.
+    """The fewest work tiles of up to 64 slots with which such wide tiles are used.
 
-    Of products with an odd number of steps no tile may begin at an odd stage: none is taken, whatever there is.
+    It is the number that gives every multiprocessor a work tile; with fewer, narrower tiles keep more multiprocessors
+    busy. If a product has an odd number of steps, a tile could begin at an odd stage, so wide tiles are never used.
     """
     if any(matrix.codes.shape[2] % 2 for matrix in (packed.w13, packed.w2)):
         return _NEVER
@@ -89,15 +88,15 @@ def list_work(
     shape: Shape,
     least_paired: int = _NEVER,
 ) -> Listed:
-    """Slots and work tiles.
+    """The slots and work tiles of a call.
 
     Args:
         weights: [T, k] fp32, contiguous.
         experts: [T, k] int32, contiguous, among all experts.
-        num_experts: of this rank; the first is expert `offset`.
-        offset: see above.
-        shape: of the products.
-        least_paired: of a shape with pairs, see `least_paired_tiles`.
+        num_experts: experts of this rank; the first has id `offset`.
+        offset: id of this rank's first expert.
+        shape: shape of the products' work tiles.
+        least_paired: for a shape with pairs, see `least_paired_tiles`.
     """
     device, pairs = experts.device, experts.numel()
     groups = most_groups(pairs, num_experts)
@@ -132,12 +131,12 @@ def list_work(
 
 
 def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of all slots in the order of the stages (rows.py).
+    """(codes, scales) of all slots in the order of the stages (rows.py).
 
     Args:
-        x: bf16 [T, K], or of slots [slots, K].
+        x: bf16, rows of tokens [T, K] or of slots [slots, K].
         listed: the slots.
-        chooses: whether x has rows of tokens.
+        chooses: whether the rows of x are tokens.
     """
     slots, k = listed.groups * GROUP, x.shape[1]
     codes = torch.empty(slots * k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -161,14 +160,14 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
 def multiply(
     plan: Plan, listed: Listed, codes: Tensor, scales: Tensor, weights: HopperMatrix, limit: float = 0.0
 ) -> Tensor:
-    """One product of all slots: bf16 [slots, I] or [slots, d]; what is nobody's has zeros or anything.
+    """One product of all slots: bf16 [slots, I] or [slots, d]; rows of empty slots are undefined.
 
     Args:
-        plan: which one, and with what shape `listed` was made.
+        plan: the product, and the shape with which `listed` was made.
         listed: the slots.
-        codes, scales: of `quantise`.
-        weights: of all experts.
-        limit: swiglu_limit, of GATE_UP.
+        codes, scales: the result of `quantise`.
+        weights: of all experts of the rank.
+        limit: swiglu_limit, for GATE_UP.
     """
     _, row_tiles, steps, _ = weights.codes.shape
     columns = row_tiles * TILE_ROWS // (2 if plan.product is Product.GATE_UP else 1)
@@ -195,7 +194,7 @@ def multiply(
 
 
 def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
-    """A token's rows by rising expert: [T, d] in `dtype`, and `shared` [T, d] bf16 added to it."""
+    """[T, d] in `dtype`: the sums of each token's rows by rising expert, plus `shared` [T, d] bf16."""
     tokens, chosen = experts.shape
     d = slot_rows.shape[1]
     out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
@@ -227,25 +226,25 @@ def experts_forward(
     shape: Shape | None = None,
     overlaps: bool | None = None,
 ) -> Tensor:
-    """The sum over the routed experts of this rank.
+    """The weighted sum over the routed experts of this rank.
 
     Args:
         x: [T, d] bf16.
         weights: [T, k] fp32.
         experts: [T, k] integer, among all experts.
-        packed: of this rank.
+        packed: weights of this rank.
         swiglu_limit: clamp of gate and up.
-        expert_offset: of the rank's first expert.
+        expert_offset: id of the rank's first expert.
         dtype: of the result, fp32 or bf16.
-        shared: [T, d] bf16 of the shared expert, added to the result: in bf16 to the rounded sum, as a layer would.
-        shape: of the products; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: whether launches begin early; None goes by the tokens, and by `dependent_launch.is_on`.
+        shared: [T, d] bf16, output of the shared expert, added to the result; if that is bf16, to the rounded sum.
+        shape: shape of the work tiles; None chooses by the numbers of tokens and experts. The bits are the same.
+        overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
 
     Returns:
         [T, d] in `dtype`.
 
     Raises:
-        ValueError: rows that cannot be read 16 bytes at a time, or more experts than the work list takes.
+        ValueError: rows cannot be read 16 bytes at a time, or there are more experts than the work list supports.
     """
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     if packed.num_experts > work_list.MAX_EXPERTS:

@@ -1,4 +1,7 @@
-"""Four-bit codes as left operands of `wgmma`, and the products of a stage (see kernel.py and weights.py)."""
+"""Conversion of four-bit codes to left operands of `wgmma`, and the products of a stage (kernel.py, weights.py).
+
+PTX text, because a statement must hold the registers of a product from its fence to its wait.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,22 +11,22 @@ from dsv4_kernels.device import ptx
 from dsv4_kernels.moe.sm90.weights import STEP, UNIT_BYTES
 
 PRODUCTS = STEP // 32
-"""Instructions of a stage."""
+"""`wgmma` instructions of a stage."""
 LEFT_WORDS = 4 * PRODUCTS
-"""Of a lane, of all of them."""
+"""Words of a lane's left operands for all instructions of a stage."""
 MOST_COLUMNS = 80
-"""Of a piece of a wide tile's slots: two pieces' products are in registers at a time, beside all sums."""
-# e4m3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-5; one more in the exponent of each doubles them, but for 0.
+"""Slots of a piece of a wide work tile: registers hold the products of two pieces, in addition to all sums."""
+# e4m3 of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^-5; an increment of the exponent doubles each except 0.
 _SMALL, _LARGE = 0x14100800, 0x24201C18
 _SMALL_DOUBLED, _LARGE_DOUBLED = 0x08080800, 0x08080808
 
 
 @cute.jit
 def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
-    """A lane's part of 16 rows and 128 channels as e4m3: the four words of each of the four instructions.
+    """A lane's fragments of 16 rows and 128 channels as e4m3: four words for each of the four instructions.
 
     Args:
-        codes, shifts: of the warp's unit in a stage, in shared memory.
+        codes, shifts: addresses of the warp's unit in a stage, in shared memory.
         lane: of the warp.
     """
     halves = [ptx.load_shared_16_bytes(codes + half * (UNIT_BYTES // 2) + lane * 16) for half in range(2)]
@@ -38,12 +41,12 @@ def fragments(codes: Int32, shifts: Int32, lane: Int32) -> list:
 
 
 def unpack(word: Uint32, shift: Uint32) -> tuple:
-    """Eight codes times 2^(shift - 5), as e4m3: channels 4 t to 4 t + 3 of 32, and those 16 behind."""
+    """Eight codes times 2^(shift - 5) as e4m3: channels 4 t to 4 t + 3 of 32, and the same plus 16."""
     return ptx.asm("\n".join(unpacked("{$r0}", "{$r1}", "{$w0}", "{$w1}")), [Uint32, Uint32], word, shift)
 
 
 def unpacked(word: str, shift: str, first: str, second: str) -> list[str]:
-    """Lines for `unpack` by the names of registers."""
+    """PTX lines of `unpack`, with these registers."""
     return [
         "{",
         ".reg .b32 small, large, low, high, other;",
@@ -61,9 +64,10 @@ def unpacked(word: str, shift: str, first: str, second: str) -> list[str]:
 
 
 def multiply(left: list, slots: int, tokens: Int32) -> list:
-    """64 rows with the slots of a stage over 128 channels: a lane's sums.
+    """A lane's products of 64 rows with the slots of a stage, summed over 128 channels.
 
-    One statement from fence to wait: nothing may touch the registers in between. Meanwhile other warpgroups unpack.
+    One PTX statement from fence to wait: the compiler must not touch the registers in between. Other warpgroups unpack
+    in the meantime.
 
     Args:
         left: of `fragments`.
@@ -78,17 +82,17 @@ def multiply(left: list, slots: int, tokens: Int32) -> list:
 def multiply_and_convert(
     left: list, slots: int, tokens: Int32, scales: Int32, codes: Int32, shifts: Int32, sums: cute.Tensor
 ) -> list:
-    """A step's products, added to the sums, and meanwhile the next one's codes as e4m3, as `fragments` gives them.
+    """Adds a step's products to `sums`; returns the next step's codes as e4m3, in the form of `fragments`.
 
-    One statement, as `multiply`. Slots are cut into pieces, of which two are multiplied while a third is added.
+    One PTX statement, as in `multiply`. Slots are divided into pieces: two are multiplied while a third is added.
 
     Args:
         left: of `fragments`.
         slots: N.
         tokens: [N, 128] e4m3 in shared memory, swizzled by 128 bytes.
-        scales: fp32 [N] in shared memory, from the lane's first slot on.
-        codes, shifts: of the next step, in shared memory, from the lane's on.
-        sums: added to, each product times its slot's scale.
+        scales: fp32 [N] in shared memory, address of the lane's first slot.
+        codes, shifts: addresses of the lane's codes and shifts of the next step, in shared memory.
+        sums: incremented by each product times the scale of its slot.
     """
     count, columns = slots // 2, columns_of(slots)
     pieces, numbers = slots // columns, range(columns // 2)
@@ -120,13 +124,13 @@ def multiply_and_convert(
 
 
 def columns_of(slots: int) -> int:
-    """Of a piece: the fewest pieces, two at least, of whole groups of eight slots and at most MOST_COLUMNS."""
+    """Slots of a piece: the fewest pieces, at least two, of whole groups of eight slots and at most MOST_COLUMNS."""
     return next(slots // n for n in range(2, slots) if slots % (8 * n) == 0 and slots // n <= MOST_COLUMNS)
 
 
 def prepared(tokens: str) -> list[str]:
-    """Lines in front of the first of `started`: predicates, and the descriptor of the tokens."""
-    # Start in units of 16 bytes; 1,024 bytes from 8 rows to the next 8; swizzle of 128 bytes.
+    """PTX lines before the first of `started`: predicates, and the descriptor of the tokens."""
+    # Start address in units of 16 bytes; 1,024 bytes between groups of 8 rows; swizzle of 128 bytes.
     descriptor = (1 << 62) | (8 * STEP // 16 << 32) | (1 << 16)
     return [
         ".reg .b64 at, b;",
@@ -142,7 +146,7 @@ def prepared(tokens: str) -> list[str]:
 
 
 def started(outs: list[str], columns: int, first_slot: int) -> list[str]:
-    """Lines that start the products of some slots with the words of the arguments from the first on, a group."""
+    """PTX lines that start the products of `columns` slots from `first_slot` on and commit them as a wgmma group."""
     lines = ["wgmma.fence.sync.aligned;"]
     for product in range(PRODUCTS):
         words = ", ".join(f"{{$r{4 * product + i}}}" for i in range(4))
@@ -155,7 +159,7 @@ def started(outs: list[str], columns: int, first_slot: int) -> list[str]:
 
 
 def converted(codes: str, shifts: str, first_result: int) -> list[str]:
-    """Lines for `fragments` by addresses of the lane's codes and shifts, into results from a number on."""
+    """PTX lines of `fragments` from addresses of the lane's codes and shifts, into results from `first_result` on."""
     words = [f"c{i}" for i in range(2 * PRODUCTS)]
     results = [f"{{$w{first_result + i}}}" for i in range(LEFT_WORDS)]
     lines = [f".reg .b32 {', '.join(words)}, shift_word, shift;"]

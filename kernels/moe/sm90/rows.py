@@ -1,8 +1,8 @@
-"""Rows before and behind the products: quantised into the order of the stages, and summed up over a token's slots.
+"""Rows before and after the products: quantised in the order of the stages, and summed over a token's slots.
 
-A work tile's slots lie in global memory as a stage has them in shared memory: for each 128 channels its groups of eight
-slots, in rows of 128 bytes whose units of 16 are exchanged as the swizzle wants it, and the scales in an array of
-their own. So a bulk copy brings them.
+A work tile's slots have the same layout in global memory as in a stage in shared memory: for each 128 channels its
+groups of eight slots, in rows of 128 bytes whose 16-byte units are permuted by the 128-byte swizzle; the scales are in
+an array of their own. So bulk copies load them.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
 THREADS = 128
 STEP_LANES = STEP // CHUNK
-"""Threads of a row and step."""
+"""Threads of a row in a step of K."""
 
 
 class QuantiseArguments(NamedTuple):
@@ -31,7 +31,7 @@ class QuantiseArguments(NamedTuple):
 
     x: Int64  # bf16 [rows, K]
     x_row_bytes: Int64
-    source: Int64  # int32 [slots]: row of x; negative: zeros. Read if rows are chosen; else a slot's row is its own
+    source: Int64  # int32 [slots]: row of x, negative: zeros; read if x has rows of tokens
     group_tile: Int64  # int32 [groups]
     tiles: Int64  # int32 [tiles, TILE_WORDS]
     totals: Int64  # int32 [2]: work tiles, groups
@@ -47,7 +47,7 @@ def launch_quantise(
     groups: Int32,
     stream: cuda.CUstream,
 ) -> None:
-    """One CTA for a step of a group."""
+    """Launches one CTA for a step of K of a group."""
     quantise(args, chooses).launch(
         grid=[args.steps, groups, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -55,7 +55,7 @@ def launch_quantise(
 
 @cute.kernel
 def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool]) -> None:
-    """A thread makes eight channels of one of eight slots."""
+    """Quantises eight channels of one of eight slots a thread."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     step, group, _ = cute.arch.block_idx()
@@ -70,7 +70,7 @@ def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool]) -> None:
         tile = args.tiles + Int64(ptx.load_i32(args.group_tile + Int64(group) * 4)) * (4 * TILE_WORDS)
         first_group = ptx.load_i32(tile + 4 * TileField.FIRST_GROUP)
         groups = ptx.load_i32(tile + 4 * TileField.GROUPS)
-        # Groups before this one as a stage counts them: of this step's tiles, then of its tile.
+        # Groups before this one in the order of the stages: of previous tiles, of previous steps, of this step.
         before = Int64(first_group) * args.steps + step * groups + (group - first_group)
         place = slot * STEP + ((chunk // 2) ^ slot) * 16 + chunk % 2 * 8
         bf16_rows.store_8_bytes(args.codes + before * GROUP_BYTES + place, e4m3.codes(values, exponent))
@@ -83,8 +83,8 @@ class SumArguments(NamedTuple):
 
     rows: Int64  # bf16 [slots, d]
     experts: Int64  # int32 [tokens, chosen]
-    slot_of_pair: Int64  # int32 [tokens, chosen]; negative: not on this rank
-    shared: Int64  # bf16 [tokens, d]: added to the sum, if there is one
+    slot_of_pair: Int64  # int32 [tokens, chosen]; negative: the expert is on another rank
+    shared: Int64  # bf16 [tokens, d], added to the sum; 0: none
     shared_row_bytes: Int64
     chunks: Int32  # d / 8
     num_chunks: Int32  # of all tokens
@@ -93,18 +93,18 @@ class SumArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """What the kernel that sums is compiled for."""
+    """Compile-time parameters of the kernel that sums."""
 
     chosen: int
     """Experts of a token."""
     fp32: bool
-    """Whether the result is fp32; bf16 otherwise, and then what is added is added to the rounded sum."""
+    """Whether the result is fp32. If it is bf16, `shared` is added to the rounded sum."""
     adds_shared: bool
 
 
 @cute.jit
 def launch_sum(args: SumArguments, config: cutlass.Constexpr[Sum], ctas: Int32, stream: cuda.CUstream) -> None:
-    """One thread for eight channels of a token."""
+    """Launches one thread for eight channels of a token."""
     sum_rows(args, config).launch(
         grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
     )
@@ -112,7 +112,7 @@ def launch_sum(args: SumArguments, config: cutlass.Constexpr[Sum], ctas: Int32, 
 
 @cute.kernel
 def sum_rows(args: SumArguments, config: cutlass.Constexpr[Sum]) -> None:
-    """A token's rows by rising expert, each added in fp32 to the sum so far."""
+    """Sums a token's rows by rising expert, in fp32."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -147,7 +147,7 @@ def sum_rows(args: SumArguments, config: cutlass.Constexpr[Sum]) -> None:
 
 
 def rank_of(experts: list, i: int) -> Int32:
-    """How many of a token's experts come before the i-th one."""
+    """The rank of a token's i-th expert in the order of rising ids; equal ids keep their order."""
     rank = Int32(0)
     for j, other in enumerate(experts):
         if j != i:

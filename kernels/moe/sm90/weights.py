@@ -1,10 +1,10 @@
-"""MXFP4 experts in the order in which Hopper's kernel reads them: codes as lanes take them, scales as shifts.
+"""MXFP4 experts in the layout of Hopper's kernel: codes in the order of the lanes, scales as shifts.
 
-e2m1 times a power of two is an e4m3 as long as the power stays within 2^0 to 2^11 of a smallest one: 0.5 becomes 2^-6,
-the smallest normal number, and 6 * 2^6 = 384, the largest that fits. So a row keeps one fp32 factor, and each group of
-32 channels a shift of four bits above the row's base. Groups that lie more than 2^11 below the largest of their row
-get their codes rounded to the row's smallest scale, to the nearest, ties to even: at most 2^-12 of the row's largest
-group. `rounded` counts the codes that change.
+e2m1 times a power of two is an e4m3 if the power is within a range of 2^0 to 2^11: at its lower end 0.5 becomes 2^-6,
+the smallest normal number, and at its upper end 6 becomes 384, which still fits. So a row keeps one fp32 factor, and
+each scale group of 32 channels a shift of four bits above the row's base. Scale groups more than 2^11 below the largest
+of their row get their codes rounded to the row's smallest scale, to nearest, ties to even: an error of at most 2^-12 of
+the row's largest scale group. `rounded` counts the codes that change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STEP = 128
 UNIT_ROWS = 16
 """Rows of a warp in a tile of 64."""
 UNIT_BYTES = UNIT_ROWS * STEP // 2
-"""Codes of a unit in a step."""
+"""Bytes of a unit's codes in a step."""
 UNIT_SHIFT_BYTES = UNIT_ROWS * STEP // 32 // 2
-"""Shifts of a unit in a step: four bits for a row and 32 channels, a word for two rows."""
+"""Bytes of a unit's shifts in a step: four bits for a row and 32 channels, a word for two rows."""
 UNITS = TILE_ROWS // UNIT_ROWS
 CODE_BYTES, SHIFT_BYTES = UNITS * UNIT_BYTES, UNITS * UNIT_SHIFT_BYTES
-"""Of a work tile in a step."""
+"""Bytes of a work tile's codes and shifts in a step."""
 LARGEST_SHIFT = 11
 SMALLEST_SCALE = 5
 """A shift of 0 is 2^-5: 0.5 becomes e4m3's 2^-6."""
@@ -38,11 +38,11 @@ _EXPERTS_AT_ONCE = 2
 
 
 class HopperMatrix(NamedTuple):
-    """One matrix of all experts, rows x K; an expert's part of each tensor is contiguous."""
+    """One matrix [rows, K] of all experts; an expert's part of each tensor is contiguous."""
 
     codes: Tensor  # uint8 [E, rows / 128, K / 128, CODE_BYTES]
     shifts: Tensor  # uint8 [E, rows / 128, K / 128, SHIFT_BYTES]
-    factors: Tensor  # fp32 [E, rows]: of a row, in the order of the rows here
+    factors: Tensor  # fp32 [E, rows]: a factor for each row, in this layout's order of rows
     rounded: int
     """Codes that were rounded because their scale was too small for their row."""
 
@@ -51,8 +51,8 @@ class HopperMatrix(NamedTuple):
 class HopperExperts:
     """Weights of this rank's routed experts.
 
-    Of w13, 8 rows of w1 alternate with 8 of w3; of w2, even rows of 16 stand before odd ones: so a thread has the gate
-    and the up of a channel, and two neighbouring channels.
+    In w13, 8 rows of w1 alternate with 8 rows of w3, so a thread has the gate and the up of a channel. In w2, the even
+    rows of 16 precede the odd rows, so a thread has two neighbouring channels.
     """
 
     w13: HopperMatrix  # 2 I x d
@@ -75,19 +75,19 @@ class HopperExperts:
 
 
 def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = False) -> HopperMatrix:
-    """One matrix as the kernel reads it.
+    """One matrix in the kernel's layout.
 
-    In place codes take the places of the codes, shifts and factors those of the scales, which they fill to the half
-    and to `128 / K` of it: no memory is needed but for two experts at a time.
+    In place, the new codes overwrite the codes. Shifts overwrite the first half of an expert's scales, and factors the
+    next `128 / K` of them. Temporary memory is needed for two experts at a time.
 
     Args:
         codes: int8 or uint8 [E, rows, K / 2], contiguous, the even column in the low nibble.
         scale: ue8m0 [E, rows, K / 32], contiguous.
-        gate_up: whether the rows are w1's and then w3's.
+        gate_up: whether the rows are the rows of w1, then of w3.
         in_place: see above; K must be at least 256.
 
     Raises:
-        ValueError: rows or K is no multiple of 128, or a scale is NaN.
+        ValueError: rows or K is not a multiple of 128, or a scale is NaN.
     """
     experts, rows, half = codes.shape
     k = 2 * half
@@ -120,7 +120,7 @@ def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = Fal
 
 
 def _row_order(rows: int, gate_up: bool, device: torch.device) -> Tensor:
-    """Row of the matrix for each row of the arrangement."""
+    """The row of the matrix for each row of the layout."""
     numbers = torch.arange(rows, device=device)
     if gate_up:
         return numbers.view(2, rows // UNIT_ROWS, UNIT_ROWS // 2).transpose(0, 1).flatten()
@@ -128,7 +128,7 @@ def _row_order(rows: int, gate_up: bool, device: torch.device) -> Tensor:
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """int32 [..., K]."""
+    """Codes as int32 [..., K], one an element."""
     bytes_ = codes.view(torch.uint8).int()
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
@@ -136,7 +136,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 def _shifted(nibbles: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """(nibbles, shifts [E, rows, K / 32], a row's base as ue8m0 [E, rows], changed codes)."""
     groups = nibbles.view(*scale.shape, 32)
-    used = (groups & 7).amax(-1) > 0  # zeros have any scale
+    used = (groups & 7).amax(-1) > 0  # the scale of zeros does not matter
     if (scale[used] == UE8M0_NAN).any():
         raise ValueError("an expert's scale is NaN (ue8m0 255): the checkpoint is damaged")
     largest = torch.where(used, scale, 0).amax(-1)
@@ -148,7 +148,7 @@ def _shifted(nibbles: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, in
     small = groups[below]
     magnitudes = torch.tensor(_MAGNITUDES, device=nibbles.device)
     value = torch.ldexp(magnitudes[small & 7], shifts[below][:, None])
-    # To the nearest: of two that are equally far the one with the even code, which is e2m1's rounding.
+    # To nearest, ties to the even code: the rounding of e2m1.
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     index = torch.searchsorted(middles, value)
     tie = (index < len(middles)) & (value == middles[index.clamp(max=len(middles) - 1)])
@@ -162,9 +162,9 @@ def _shifted(nibbles: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, in
 def _words(nibbles: Tensor) -> Tensor:
     """int32 [E, rows / 128, K / 128, CODE_BYTES / 4].
 
-    Of the eight codes of a word, those of channels 4 t + i and of 16 + 4 t + i: magnitudes at bits 4 i and 16 + 4 i,
-    where `prmt` takes them as selectors, signs at bits 8 i + 7 and 8 i + 3, which are the signs of the bytes that it
-    makes, at once and shifted by four.
+    Packed codes. Of the eight codes of a word, those of channels 4 t + i and 16 + 4 t + i have their magnitudes at bits
+    4 i and 16 + 4 i, where `prmt` reads selectors, and their signs at bits 8 i + 7 and 8 i + 3: these are the sign bits
+    of the bytes that `prmt` writes, unshifted and shifted by four.
     """
     experts, rows, k = nibbles.shape
     # [E, tiles, units, row half, g, steps, pair of groups, group of it, half of it, t, i]
@@ -181,7 +181,7 @@ def _words(nibbles: Tensor) -> Tensor:
 
 
 def _shift_words(shifts: Tensor) -> Tensor:
-    """int32 [E, rows / 128, K / 128, SHIFT_BYTES / 4]: four bits at 4 (2 group + row half) of word g of a unit."""
+    """Packed shifts, int32 [E, rows / 128, K / 128, SHIFT_BYTES / 4]: four bits at 4 (2 group + row half) of word g."""
     experts, rows, groups = shifts.shape
     parts = shifts.view(experts, rows // TILE_ROWS, UNITS, 2, UNIT_ROWS // 2, groups // 4, 4)
     word = torch.zeros_like(parts[:, :, :, 0, :, :, 0])

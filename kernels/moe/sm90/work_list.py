@@ -1,8 +1,8 @@
-"""Which slot a pair of token and expert gets, and the work tiles: one CTA, nothing waits for the host.
+"""The assignment of slots to pairs of token and expert, and the list of work tiles: one CTA, without the host.
 
-Slots of an expert begin at a multiple of eight, their group; what fills up the last group is nobody's. Which of an
-expert's slots a pair gets is chance (a counter in shared memory): a slot's numbers do not depend on its place, and
-`rows.sum_rows` finds a token's slots by pair, so the result does not.
+Slots of an expert begin at a multiple of eight, a group; the last group is padded with empty slots. The slot of a pair
+among its expert's slots depends on timing (a counter in shared memory). The result does not: a slot's numbers do not
+depend on its index, and `rows.sum_rows` finds a token's slots by pair.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,13 @@ from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
 THREADS = 1024
 MAX_EXPERTS = THREADS
-"""Of a rank: a thread has an expert."""
+"""Experts of a rank at most: one a thread."""
 AT_ONCE = 8
-"""Pairs that a thread loads at once."""
-NOBODY = -1
+"""Pairs that a thread loads at a time."""
+EMPTY = -1
+"""Source of a slot that pads a group, and slot of a pair whose expert is on another rank."""
 SUMS = 3
-"""Over all experts: groups, and work tiles of either width."""
+"""Sums over all experts: groups, and work tiles of either width."""
 
 
 class Arguments(NamedTuple):
@@ -34,36 +35,36 @@ class Arguments(NamedTuple):
     experts: Int64  # int32 [pairs], among all experts
     weights: Int64  # fp32 [pairs]
     num_pairs: Int32
-    chosen: Int32  # pairs of a token
-    num_experts: Int32  # of this rank
+    chosen: Int32  # experts of a token
+    num_experts: Int32  # experts of this rank
     first_expert: Int32
-    tile_groups: Int32  # of the widest work tile of a stage
-    paired_groups: Int32  # of the widest that takes two; as many as tile_groups if there is none
-    least_tiles: Int32  # paired tiles are listed if there are at least so many
-    slot_of_pair: Int64  # int32 [pairs]; NOBODY: the expert is another rank's
-    source: Int64  # int32 [slots]: token; NOBODY: fills up
+    tile_groups: Int32  # groups of the widest work tile whose steps use one stage
+    paired_groups: Int32  # groups of the widest work tile of two stages; tile_groups if there is none
+    least_tiles: Int32  # paired tiles are listed if there are at least this many
+    slot_of_pair: Int64  # int32 [pairs]; EMPTY: the expert is on another rank
+    source: Int64  # int32 [slots]: token; EMPTY: padding
     routing: Int64  # fp32 [slots]
-    group_tile: Int64  # int32 [groups]: its work tile
+    group_tile: Int64  # int32 [groups]: work tile of the group
     tiles: Int64  # int32 [tiles, TILE_WORDS]
     totals: Int64  # int32 [2]: work tiles, groups
 
 
 @cute.jit
 def launch(args: Arguments, stream: cuda.CUstream) -> None:
-    """One CTA."""
+    """Launches one CTA."""
     kernel(args).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on())
 
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
-    """Counts pairs, adds up groups and tiles, and hands out slots."""
+    """Counts pairs, sums groups and work tiles over experts, and assigns slots."""
     thread, _, _ = cute.arch.thread_idx()
     memory = cutlass.utils.SmemAllocator()
-    # Of an expert: its pairs, then the next free slot.
+    # For each expert: its number of pairs, then its next free slot.
     counts = Int32(memory.allocate_array(Int32, num_elems=MAX_EXPERTS, byte_alignment=16).toint())
     warp_sums = Int32(memory.allocate_array(Int32, num_elems=SUMS * WARP, byte_alignment=16).toint())
     ours = counts + thread * 4
-    store_shared_i32(ours, Int32(0))
+    ptx.store_shared_u32(ours, Int32(0))
     cute.arch.sync_threads()
     dependent_launch.begin()
     for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
@@ -83,12 +84,12 @@ def kernel(args: Arguments) -> None:
     if thread == 0:
         ptx.store_i32(args.totals, all_tiles)
         ptx.store_i32(args.totals + 4, all_groups)
-    store_shared_i32(ours, groups_before * GROUP)  # an expert's own thread has read its count
+    ptx.store_shared_u32(ours, groups_before * GROUP)  # an expert's own thread has read its count
     cute.arch.sync_threads()
     if groups > 0:
         list_tiles(args, thread, groups_before, groups, tiles_before, tiles)
         for filler in cutlass.range(groups_before * GROUP + count, (groups_before + groups) * GROUP, unroll=1):
-            ptx.store_i32(args.source + Int64(filler) * 4, Int32(NOBODY))
+            ptx.store_i32(args.source + Int64(filler) * 4, Int32(EMPTY))
             ptx.store_i32(args.routing + Int64(filler) * 4, Int32(0))
     for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
         pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
@@ -99,7 +100,7 @@ def kernel(args: Arguments) -> None:
         ]
         for i in cutlass.range_constexpr(AT_ONCE):
             if pairs[i] < args.num_pairs:
-                slot = Int32(NOBODY)
+                slot = Int32(EMPTY)
                 if experts[i] >= 0:
                     slot = count_one(counts + experts[i] * 4)
                     ptx.store_i32(args.source + Int64(slot) * 4, pairs[i] // args.chosen)
@@ -108,7 +109,7 @@ def kernel(args: Arguments) -> None:
 
 
 def local_expert(args: Arguments, pair: Int32) -> Int32:
-    """The expert of a pair among this rank's; negative if it is not one of them, or there is no such pair."""
+    """The expert of a pair, as an index among this rank's; -1 for another rank's expert or a missing pair."""
     exists = args.num_pairs - pair
     expert = ptx.load_or_zeros(Int32, 1, args.experts + Int64(pair) * 4, exists, "gt.s32", cache="")
     local = expert - args.first_expert
@@ -117,7 +118,8 @@ def local_expert(args: Arguments, pair: Int32) -> Int32:
 
 @cute.jit
 def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32, first: Int32, tiles: Int32) -> None:
-    """One thread: the work tiles of an expert, as wide as each other but for one group, and the tile of each group."""
+    """Lists the work tiles of an expert and the work tile of each group, by one thread; widths differ by at most one
+    group."""
     least, wider = groups // tiles, groups % tiles
     group = first_group
     for i in cutlass.range(tiles, unroll=1):
@@ -141,12 +143,12 @@ def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32
 
 @cute.jit
 def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
-    """Of SUMS numbers of each thread: the sums over all threads before, and over all."""
+    """(sums over the threads before, sums over all threads) of SUMS numbers of each thread."""
     lane, warp = thread % WARP, thread // WARP
     inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
     if lane == WARP - 1:
         for i in cutlass.range_constexpr(SUMS):
-            store_shared_i32(shared + (i * WARP + warp) * 4, inclusive[i])
+            ptx.store_shared_u32(shared + (i * WARP + warp) * 4, inclusive[i])
     cute.arch.sync_threads()
     of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
     before = tuple(
@@ -159,7 +161,7 @@ def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
 
 
 def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
-    """Over this lane and those with lower numbers."""
+    """The sum over this lane and all lower lanes."""
     step = 1
     while step < WARP:
         other = cute.arch.shuffle_sync_up(x, step, mask_and_clamp=0)
@@ -168,18 +170,13 @@ def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
     return x
 
 
-def store_shared_i32(address: Int32, x: Int32) -> None:
-    """An int32 to shared memory."""
-    ptx.asm("st.shared.b32 [{$r0}], {$r1};", [], address, x)
-
-
 def load_shared_i32(address: Int32) -> Int32:
-    """An int32 from shared memory."""
+    """Loads an int32 from shared memory."""
     return ptx.asm("ld.shared.b32 {$w0}, [{$r0}];", [Int32], address)
 
 
 def count_one(address: Int32) -> Int32:
-    """Counts one up in shared memory and returns what was there."""
+    """Increments a counter in shared memory; returns its value before."""
     return ptx.asm("atom.relaxed.cta.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
 
 

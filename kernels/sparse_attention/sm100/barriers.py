@@ -1,4 +1,4 @@
-"""Meeting points of the Blackwell kernel's warps; who waits for whom is in kernel.py."""
+"""Barriers between the Blackwell kernel's warps; kernel.py says who waits for whom."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,23 +12,23 @@ from dsv4_kernels.sparse_attention.sm100.plan import GROUP_THREADS, NamedBarrier
 
 @cute.jit
 def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int32, plan: cutlass.Constexpr) -> None:
-    """Waits for what happens once a key tile at the barrier of its stage."""
+    """Waits at the barrier of a key tile's stage, in the group of barriers that begins at `first`."""
     stage = stage_of(tile, plan.stages)
     wait(barriers, first + stage.index, stage.phase)
 
 
 def of_first_cta(barrier: cutlass.Pointer, plan: Plan) -> cutlass.Pointer:
-    """The same barrier in the CTA whose MMA warp works for all."""
+    """The same barrier in the first CTA, whose MMA warp issues the products of the pair."""
     return barrier if plan.ctas == 1 else prims.mapa(barrier, 0)
 
 
 def softmax_barrier() -> None:
-    """All softmax warps meet."""
+    """Barrier of all softmax warps."""
     prims.barrier_cta_sync_aligned(NamedBarrier.SOFTMAX, thread_count=GROUP_THREADS)
 
 
 def sync_all(plan: Plan) -> None:
-    """All threads of the CTA, or of the pair, meet."""
+    """Barrier of all threads of the CTA, or of the pair."""
     if plan.ctas == 1:
         prims.barrier_cta_sync_aligned(0)
     else:

@@ -1,4 +1,4 @@
-"""The epilogue of the Blackwell kernel: O, normalised; or a partial result, and the combine by the last CTA."""
+"""The epilogue of the Blackwell kernel: normalised O, or a partial result that the token's last CTA combines."""
 
 import math
 
@@ -36,7 +36,7 @@ def finish_work_tile(
     can_split: cutlass.Constexpr,
     plan: cutlass.Constexpr,
 ) -> None:
-    """The output; or a partial result, and the combine if this was the token's last KV split."""
+    """Writes the output, or a partial result; the CTA that writes the token's last partial result combines them."""
     half = warp // 2
     head = work_tile.head_block * HEADS + thread % HEADS
     if cutlass.const_expr(can_split):
@@ -52,7 +52,7 @@ def finish_work_tile(
 
 @cute.jit
 def inverse_sum(a: Arguments, head: Int32, state: RowState) -> Float32:
-    """1 / (row sum + exp(sink)); 0 without any row."""
+    """1 / (row sum + weight of the sink); 0 if there are no keys."""
     denominator = state.row_sum
     if a.sink != 0:
         if head < a.num_heads:
@@ -75,7 +75,7 @@ def store_result(
     state: RowState,
     plan: cutlass.Constexpr,
 ) -> None:
-    """O, divided, of a token that has one KV split."""
+    """Writes normalised O of a token that has one KV split."""
     inverse = inverse_sum(a, head, state)
     for column in cutlass.range(0, HALF_DIM, CHUNK):
         words = load_tmem(tmem_columns(tmem, warp, Tmem.O + column, Int32), CHUNK)
@@ -87,33 +87,33 @@ def store_result(
 def store_channels(
     a: Arguments, token: Int32, head: Int32, half: Int32, column: Int32, values: list[Float32], plan: cutlass.Constexpr
 ) -> None:
-    """Writes what stands in CHUNK columns of O in one lane to the output."""
+    """Writes CHUNK columns of O of one lane to the output."""
     if head < a.num_heads:
         element = token * a.out_token_stride + head * a.out_head_stride + plan.channel(column, half)
         store_bf16(gmem(a.out, cutlass.BFloat16) + element, values)
 
 
 def store_bf16(target: cutlass.Pointer, values: list[Float32]) -> None:
-    """Values, rounded, to adjacent elements, 16 bytes at a time."""
+    """Stores values, rounded to bf16, to adjacent elements, 16 bytes at a time."""
     for i in range(0, len(values), 8):
         chunk = cutlass.Vector.from_elements(tuple(values[i : i + 8]), Float32).to(cutlass.BFloat16)
         (target + i).store(chunk, alignment=16)
 
 
 def partial_place(a: Arguments, slot: Int32, column: Int32, thread: Int32) -> cutlass.Pointer:
-    """Where a work tile's thread keeps columns [column, column + 4) of its lane of O."""
+    """Address of a thread's columns [column, column + 4) of O in the scratch slot of a work tile."""
     columns = slot * Int64(HALF_DIM // 4) + column // 4
     return gmem(a.partial_out, Float32) + (columns * GROUP_THREADS + thread) * 4
 
 
 def partial_state(a: Arguments, slot: Int32, thread: Int32) -> cutlass.Pointer:
-    """The first field of a work tile's RowState for a thread's head; the others follow HEADS further each."""
+    """Address of the first field of RowState for a thread's head in a scratch slot; fields are HEADS apart."""
     return gmem(a.partial_state, Float32) + (slot * Int64(len(RowState._fields) * HEADS) + thread % HEADS)
 
 
 @cute.jit
 def store_partial(a: Arguments, tmem: prims.TmemAddr, slot: Int32, thread: Int32, warp: Int32, state: RowState) -> None:
-    """O as it is, and the state of the softmax, into the work tile's slot of global memory."""
+    """Stores O, not normalised, and the state of the softmax to the work tile's scratch slot."""
     for column in cutlass.range(0, HALF_DIM, CHUNK):
         words = load_tmem(tmem_columns(tmem, warp, Tmem.O + column, Int32), CHUNK)
         prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
@@ -129,16 +129,17 @@ def store_partial(a: Arguments, tmem: prims.TmemAddr, slot: Int32, thread: Int32
 def is_last_kv_split(
     a: Arguments, smem: cutlass.Pointer, work_tile: WorkTile, thread: Int32, plan: cutlass.Constexpr
 ) -> Boolean:
-    """Publishes this work tile's partial result; True in the CTA that sees all KV splits published.
+    """Publishes this work tile's partial result; returns True in the CTA that sees all KV splits published.
 
-    The barriers hand all threads' stores to the first thread's fence, and to all threads what its second fence saw.
+    The first barrier orders all threads' stores before the first thread's release fence; the second barrier orders its
+    acquire fence before all threads' loads.
     """
     is_last = typed(smem + Smem.IS_LAST, Int32)
     softmax_barrier()
     if thread == 0:
         arrived = gmem(a.arrived, Int32) + (work_tile.token * plan.ctas + work_tile.head_block)
         prims.fence_acq_rel(prims.MemScope.GPU)
-        # Relaxed: the fences around order it. The last one wraps to zero, for the next launch.
+        # Relaxed, because the fences around it order it. The last increment wraps to zero, for the next launch.
         before = prims.atomicrmw(prims.AtomicOp.INC, arrived, work_tile.kv_splits - 1)
         prims.fence_acq_rel(prims.MemScope.GPU)
         last = Int32(0)
@@ -153,7 +154,7 @@ def is_last_kv_split(
 def combine(
     a: Arguments, work_tile: WorkTile, thread: Int32, head: Int32, half: Int32, plan: cutlass.Constexpr
 ) -> None:
-    """Merges the KV splits in their order, so that the result does not depend on who came last."""
+    """Merges the KV splits in their order, so that the result does not depend on which CTA is the last."""
     first = work_tile.slot - work_tile.kv_split
     row_max = Float32(-math.inf)
     for kv_split in cutlass.range(work_tile.kv_splits):
@@ -173,7 +174,7 @@ def combine(
 
 
 def weighted_sum(sums: cutlass.Vector, weight: Float32, kv_split: cutlass.Pointer) -> cutlass.Vector:
-    """sums [CHUNK] + weight * the KV split's columns."""
+    """sums [CHUNK] + weight * columns of a KV split."""
     values = []
     for i in range(0, CHUNK, 4):
         chunk = (kv_split + i * GROUP_THREADS).load(count=4, alignment=16)

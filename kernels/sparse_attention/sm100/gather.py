@@ -1,4 +1,4 @@
-"""What the gather warps of the Blackwell kernel do with a row: global memory -> bf16 in a stage (see kernel.py)."""
+"""The gather warps of the Blackwell kernel: a row from global memory to bf16 in a stage (kernel.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +19,7 @@ from dsv4_kernels.sparse_attention.sm100.tile_scheduler import WorkTile
 
 
 def pair_of_byte(word: Int32, byte: int) -> Int32:
-    """A byte of a word, twice, in the lower half."""
+    """A byte of a word, duplicated in the lower half."""
     return prims.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, 0, {0x4400 | byte << 4 | byte:#x};",
         write_only_types=[Int32],
@@ -28,9 +28,9 @@ def pair_of_byte(word: Int32, byte: int) -> Int32:
 
 
 def bf16_of_e4m3(word: Int32, scales: Int32) -> list[Int32]:
-    """Four e4m3 -> two words of bf16 pairs, times the two ue8m0 in the lower half of `scales`, in pairs.
+    """Two words of bf16 pairs: four e4m3 times the two ue8m0 in the lower half of `scales`, one for each of a pair.
 
-    One instruction a pair (PTX 9.2): the product is rounded once, so it is exact unless it is subnormal.
+    One instruction a pair (PTX 9.2): the product is rounded once, and only if it is subnormal in bf16.
     """
     convert = "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2"
     return list(
@@ -47,7 +47,7 @@ def bf16_of_e4m3(word: Int32, scales: Int32) -> list[Int32]:
 def row_addresses(
     work_tile: WorkTile, tile: Int32, row: Int32, a: Arguments, fp8: cutlass.Constexpr
 ) -> tuple[Int64, Int64, Boolean]:
-    """(data, scales, whether it exists) of the row at place `row` of a key tile; for a hole a row of zeros."""
+    """(address of the data, of the scales, whether it exists) of row `row` of a key tile; a row of zeros for a hole."""
     slot = tile * TILE_KEYS + row
     table, page_bytes = a.window, a.window_page_bytes
     index = Int32(-1)
@@ -78,12 +78,12 @@ def row_addresses(
 
 
 def is_e4m3(block: int, fp8: bool) -> bool:
-    """Whether a block of 64 channels is stored as bytes; the rotated one is bf16 in either format."""
+    """Whether a block of 64 channels is stored as e4m3; the rotated block is bf16 in either format."""
     return fp8 and block < NOPE_DIM // SWIZZLE_CHANNELS
 
 
 def load_row(data: Int64, scales: Int64, quarter: Int32, fp8: bool, blocks: range) -> list[list[Int32]]:
-    """This lane's quarter of these blocks of a row, 16 bytes at a time; FP8 rows have their scales in front."""
+    """Loads this lane's quarter of these blocks of a row, 16 bytes at a time; for FP8 rows the scales come first."""
     loads = [load_words(scales, 0, 2)] if fp8 else []
     bytes_begin, bf16_begin = data + quarter * 16, data + quarter * 32
     for block in blocks:
@@ -104,7 +104,7 @@ def store_row(
     blocks: range,
     plan: Plan,
 ) -> None:
-    """Writes what `load_row` has loaded into the row of a stage, as bf16."""
+    """Stores the result of `load_row` to the row of a stage, as bf16."""
     loads = iter(loads)
     scales = next(loads) if fp8 else None
     for block in blocks:
@@ -119,6 +119,6 @@ def store_row(
 
 
 def row_bits(exists_0: Boolean, exists_1: Boolean) -> Int32:
-    """Which of a warp's 16 rows are no holes, as in `ALL_ROWS`; four lanes know of each."""
+    """Bits of a warp's 16 rows, 0 for a hole, in the order of `ALL_ROWS`; four lanes share a row."""
     bits = [prims.vote_sync(0xFFFFFFFF, exists, prims.VoteSync.BALLOT) for exists in (exists_0, exists_1)]
     return (bits[0] & EIGHT_ROWS) | (bits[1] & EIGHT_ROWS << 1)

@@ -1,21 +1,21 @@
 """Sparse attention on Blackwell (sm_100a): one CTA for up to 64 heads, a pair of CTAs for up to 128.
 
-A work tile is (query token, KV split of the token's keys). Persistent CTAs, or pairs, take work tiles in order; keys
-come in key tiles of 64, window rows first, then entries. Warps of a CTA, and what they wait for:
+A work tile is (query token, KV split of the token's keys). Persistent CTAs, or pairs, compute work tiles in order; keys
+come in key tiles of 64, window rows first, then entries. Warps of a CTA, and their waits:
 
     GATHER (2 x 4 warps, alternate key tiles)  rows from global memory to registers, dequantised into a pipeline stage
-        waits pv_done[stage] (the key tile that used the stage before is through), arrives at full[stage]
+        waits pv_done[stage] (the previous key tile of the stage is done), arrives at full[stage]
     MMA (1 warp, one thread, first CTA)    S = Q K^T, O += P V, for the whole pair
         waits q_ready once a work tile, full[stage] of all CTAs before S, p_ready[buffer] before P V;
         commits s_ready[buffer] and pv_done[stage] in all CTAs
-    SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - row max); lazy rescaling: of O only when
-        a row max has grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, combine
-        waits s_ready[buffer], full[stage] (key mask), pv_done of the key tile two before (P's buffer) and, to touch O,
-        of the key tile before
+    SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - row max); rescales O, lazily: only when a
+        row max has grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, combine
+        waits s_ready[buffer], full[stage] (key mask), pv_done of the key tile two before (P's buffer) and, to access
+        O, of the previous key tile
 
-Either kind of product uses all 128 lanes of tensor memory for a CTA's 64 rows: columns [0, N/2) lie in lanes 0-63 and
-[N/2, N) in lanes 64-127, and A in tensor memory is read from the lanes that are written. One CTA does it with
-`tcgen05.mma.ws` at M = 64, a pair with `cta_group::2` at M = 128, where each CTA also holds one of the halves of B.
+Both products use all 128 lanes of tensor memory for a CTA's 64 rows: columns [0, N/2) are in lanes 0-63 and [N/2, N)
+in lanes 64-127, and A in tensor memory is read from the lanes that are written. A single CTA uses `tcgen05.mma.ws` at
+M = 64; a pair uses `cta_group::2` at M = 128, where each CTA also holds one half of B.
 
 S = Q K^T runs as one product with N = 128 and half of the channels: lanes 0-63 hold Q[:, 0:256] and meet the keys'
 channels 0-255 (rows 0-63 of B), lanes 64-127 hold Q[:, 256:512] and meet channels 256-511 (rows 64-127 of B). The
@@ -78,7 +78,7 @@ def launch(
     plan: cutlass.Constexpr,
     stream: cuda.CUstream,
 ) -> None:
-    """Persistent: num_ctas is at most the number of multiprocessors."""
+    """Launches the persistent kernel; num_ctas is at most the number of multiprocessors."""
     attention_kernel(a, fp8, can_split, plan).launch(
         grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
@@ -114,13 +114,13 @@ def attention_kernel(
                 prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), WARPS_OF_GROUP * plan.ctas)
             prims.mbarrier_init(barriers + Barrier.Q_READY, WARPS_OF_GROUP * plan.ctas)
             prims.fence_mbarrier_init()
-        dependent_launch.wait()  # then nobody has tensor memory who ends only after this kernel
+        dependent_launch.wait()  # then the previous kernel has freed its tensor memory
         prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group=group)
         prims.tcgen05_relinquish_alloc_permit(group=group)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
     sync_all(plan)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    dependent_launch.begin()  # the next one, too: tensor memory is allocated
+    dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
     if warp < Warp.GATHER:
@@ -161,17 +161,17 @@ def gather_rows(
 ) -> None:
     """Fills the stages of every second key tile with these blocks of 64 channels.
 
-    Four lanes share a row: of a block of 64 channels, lane q of the four makes channels [16 q, 16 q + 16), which are
-    the 16-byte chunks 2 q and 2 q + 1 of a swizzled row. A warp's 8 rows then meet every bank equally often.
+    Four lanes share a row: in a block of 64 channels, lane q of the four converts channels [16 q, 16 q + 16), which are
+    the 16-byte chunks 2 q and 2 q + 1 of a swizzled row. A warp's 8 rows then access every bank equally often.
     """
     quarter = lane % 4
     row_in_8 = lane // 4
     row_0 = group_warp * 16 + row_in_8
     row_1 = row_0 + 8
-    # Row r of the 128-byte swizzle holds chunk c at place c ^ (r % 8).
+    # Row r of the 128-byte swizzle holds chunk c at position c ^ (r % 8).
     place_0 = ((2 * quarter) ^ row_in_8) * 16
     place_1 = ((2 * quarter + 1) ^ row_in_8) * 16
-    before = Int32(0)  # key tiles of the work tiles before this one
+    before = Int32(0)  # key tiles of the previous work tiles
     first, stride = first_and_stride(plan)
     for index in cutlass.range(first, a.num_work_tiles, stride):
         work_tile = work_tile_of(index, a, plan)
@@ -183,9 +183,9 @@ def gather_rows(
             stage = count % plan.stages
             target = smem + (Smem.KV + stage * plan.stage_bytes)
             loads_0 = load_row(data_0, scales_0, quarter, fp8, blocks)
-            if cutlass.const_expr(fp8):  # bf16 rows have twice the bytes: one row's in registers at a time
+            if cutlass.const_expr(fp8):  # bf16 rows have twice the bytes: one row at a time in registers
                 loads_1 = load_row(data_1, scales_1, quarter, fp8, blocks)
-            # The next rows' indices are on their way while these rows are.
+            # The next rows' indices are loaded at the same time as these rows.
             next_tile = work_tile.first_tile + tile + GATHER_GROUPS
             next_data_0, next_scales_0, next_exists_0 = row_addresses(work_tile, next_tile, row_0, a, fp8)
             next_data_1, next_scales_1, next_exists_1 = row_addresses(work_tile, next_tile, row_1, a, fp8)
@@ -215,7 +215,7 @@ def gather_rows(
 def issue_mmas(
     a: Arguments, smem: cutlass.Pointer, barriers: cutlass.Pointer, tmem: prims.TmemAddr, plan: cutlass.Constexpr
 ) -> None:
-    """One thread issues S of key tile t + 1 before P V of key tile t, so that the softmax of t hides behind it."""
+    """One thread issues S of key tile t + 1 before P V of key tile t, which hides the softmax of t."""
     bf16 = cutlass.BFloat16
     rows = HEADS * plan.ctas
     scores = prims.Tcgen05InstrDesc.build(c_dtype=Float32, a_dtype=bf16, b_dtype=bf16, n_dim=2 * TILE_KEYS, m_dim=rows)
@@ -251,9 +251,10 @@ def compute_softmax(
     can_split: cutlass.Constexpr,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Thread i has head i % 64: of every key tile keys [32 * (i // 64), + 32), of O the channels of its lane.
+    """Thread i has head i % 64, keys [32 * (i // 64), + 32) of every key tile, and the channels of O in its lane.
 
-    The next work tile's Q goes into tensor memory before this one's epilogue, so that its first products run meanwhile.
+    The next work tile's Q is copied to tensor memory before this work tile's epilogue, whose duration hides its first
+    products.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -285,10 +286,10 @@ def softmax_of_work_tile(
     before: Int32,
     plan: cutlass.Constexpr,
 ) -> RowState:
-    """P of all key tiles; `before` of them were in the work tiles before."""
+    """The final state of a work tile's rows; computes P of all its key tiles, which `before` key tiles precede."""
     half = warp // 2
     head_row = thread % HEADS
-    # Few keys do not average out the rounding of P, which is least relative to the true row max.
+    # With few keys the rounding errors of P do not average out; they are smallest relative to the true row max.
     tolerated = cutlass.select_(work_tile.num_tiles <= FEW_TILES, Float32(0.0), Float32(RESCALE_LOG2))
     row_max, row_sum = Float32(-math.inf), Float32(0.0)
     for tile in cutlass.range(work_tile.num_tiles):
@@ -306,7 +307,7 @@ def softmax_of_work_tile(
                 wait_for_tile(barriers, Barrier.PV_DONE, count - 1, plan)
                 prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
                 rescale(tmem, warp, factor)
-        if tile > 1:  # the key tile two before used this buffer of P; across work tiles the epilogue has waited
+        if tile > 1:  # the key tile two before used this P buffer; across work tiles the epilogue has waited
             wait_for_tile(barriers, Barrier.PV_DONE, count - 2, plan)
         subtracted = finite(row_max)
         weights = [cute.arch.exp2(score - subtracted) for score in scores]

@@ -27,23 +27,23 @@ from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 @dataclass(frozen=True)
 class Config:
-    """What a compiled kernel is specialised for."""
+    """Compile-time parameters of the kernel."""
 
     row_format: RowFormat
     can_split: bool
-    """Tokens may have several KV splits: partial results go through global memory and are combined."""
+    """Whether tokens may have several KV splits: partial results then go through global memory and are combined."""
     plan: Plan
-    """One CTA for up to 64 heads, a pair for more."""
+    """One CTA for up to 64 heads, a pair of CTAs for more."""
 
 
 SLOT_BYTES = HEADS * ROW_DIM * 4
-"""Of a partial O: see the last fields of `Arguments`."""
+"""Bytes of a partial O; see the last fields of `Arguments`."""
 STATE_BYTES = len(RowState._fields) * HEADS * 4
-"""Of the states of its rows."""
+"""Bytes of the states of its rows."""
 
 
 def configurations() -> tuple[Config, ...]:
-    """All that `sparse_attention` may ask for, to compile them beforehand."""
+    """All configurations that `sparse_attention` may need, to compile them ahead."""
     axes = ((RowFormat.FP8, RowFormat.PLAIN), (False, True), (Plan(1), Plan(2)))
     return tuple(Config(*point) for point in itertools.product(*axes))
 
@@ -52,7 +52,7 @@ def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
     """The launcher of a configuration, from memory, from disk or from the compiler.
 
     Raises:
-        RuntimeError: CuTe DSL has the compiler of an older CUDA than 13.2.
+        RuntimeError: CuTe DSL has the compiler of a CUDA older than 13.2.
     """
 
     def from_compiler() -> Callable[..., None]:
@@ -71,17 +71,17 @@ def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
 def sparse_attention(problem: Problem) -> None:
     """Writes `problem.out`.
 
-    See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
+    See `dsv4_kernels.sparse_attention.sparse_attention` for the definition.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, and no such call has been made on the device.
+        RuntimeError: a CUDA graph is being captured, and the kernel has not run on the device before.
         ValueError: more tokens than counters in a call with `split_keys`.
     """
     device, max_kv_splits = problem.q.device, problem.max_kv_splits
     plan = Plan(-(-problem.num_heads // HEADS))
     num_work_tiles = problem.num_tokens * max_kv_splits
     num_slots = num_work_tiles * plan.ctas
-    states = slice(num_slots * SLOT_BYTES, num_slots * (SLOT_BYTES + STATE_BYTES))  # behind the slots of O
+    states = slice(num_slots * SLOT_BYTES, num_slots * (SLOT_BYTES + STATE_BYTES))  # after the slots of O
     scratch = None
     if max_kv_splits > 1:
         if problem.num_tokens * plan.ctas > NUM_COUNTERS:
@@ -130,10 +130,11 @@ def sparse_attention(problem: Problem) -> None:
 
 @functools.cache
 def zero_row(device: torch.device) -> torch.Tensor:
-    """What stands for holes and missing heads.
+    """A row of zeros [ROW_DIM] bf16, which kernels read in place of holes and missing heads.
 
     Raises:
-        RuntimeError: a graph is being captured, whose memory this would be, and the kernel has not run on the device.
+        RuntimeError: a CUDA graph is being captured and the kernel has not run on the device before. The row would be
+            allocated from the graph's memory.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Products of the Blackwell kernel, issued by one thread: S = Q K^T and O += P V (see kernel.py)."""
+"""Products of the Blackwell kernel, issued by one thread: S = Q K^T and O += P V (kernel.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -30,9 +30,9 @@ def multiply_scores(
     idesc: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """S[count % 2] = Q K^T as two summands (see kernel.py).
+    """S[count % 2] = Q K^T as two summands (kernel.py).
 
-    The softmax has read this buffer's last scores: it said so with p_ready, for which P V of that key tile waited.
+    The softmax has read this buffer's previous scores: it signalled p_ready, for which P V of that key tile waited.
     """
     wait_for_tile(barriers, Barrier.FULL if plan.ctas == 1 else Barrier.ALL_FULL, count, plan)
     keys = swizzled(smem + (Smem.KV + count % plan.stages * plan.stage_bytes))
@@ -55,13 +55,13 @@ def multiply_values(
     idesc: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """O += P V, two products for half of O's columns each; `accumulate` is False for a work tile's first key tile."""
+    """O += P V, in two products of half of O's columns; `accumulate` is False for a work tile's first key tile."""
     wait(barriers, Barrier.P_READY + count % 2, count // 2 & 1)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     weights = swizzled(smem + (Smem.P + count % 2 * P_BYTES))
     stage = smem + (Smem.KV + count % plan.stages * plan.stage_bytes)
     for product in cutlass.range_constexpr(2):
-        # Blocks of 64 channels at equal distances; within a block 8 keys every kilobyte.
+        # Blocks of 64 channels at equal distances; within a block, groups of 8 keys are 1,024 bytes apart.
         begin = plan.block_offset(plan.first_block_of_out(product))
         keys = swizzled(stage + begin, leading_bytes=plan.block_offset(1))
         out = tmem_columns(tmem, Int32(0), Tmem.O + product * (HALF_DIM // 2), Float32)
@@ -80,7 +80,7 @@ def mma(
     accumulate: Boolean,
     plan: Plan,
 ) -> None:
-    """The product of one CTA, or of a pair; in both every lane of tensor memory takes part."""
+    """Issues a product of one CTA, or of a pair; in both cases it uses every lane of tensor memory."""
     kind = prims.Tcgen05MMAKind.F16
     if plan.ctas == 1:
         prims.tcgen05_mma_ws(kind, out, a, b, idesc, accumulate)
@@ -89,7 +89,7 @@ def mma(
 
 
 def commit(barrier: cutlass.Pointer, plan: Plan) -> None:
-    """Arrives in every CTA when the products so far are done."""
+    """Arrives at the barrier in every CTA when all products issued so far are done."""
     if plan.ctas == 1:
         prims.tcgen05_commit(barrier, group=prims.CTAGroup.CTA_1)
     else:

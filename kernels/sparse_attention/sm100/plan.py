@@ -12,16 +12,16 @@ from dsv4_kernels.kv_layout import ROW_DIM
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 HEADS = 64
-"""Heads of a CTA; missing ones are zero rows."""
+"""Heads of a CTA; missing heads are rows of zeros."""
 TILE_KEYS = 64
 """Keys of a key tile."""
 CHUNK = 32
 """Columns of O that a thread holds in registers at a time."""
 RESCALE_LOG2 = 8.0
-"""Lazy rescaling: O follows a row max that has grown by 2**8. Weights begin that much below 1, which bf16 holds as
-precisely, and never exceed it: with values near fp32's limits O would overflow."""
+"""Lazy rescaling: O follows a row max that has grown by 2**8. Weights begin at 2**-8, with the same relative precision
+in bf16, and never exceed 1: otherwise O would overflow for values near fp32's limits."""
 FEW_TILES = 4
-"""Up to so many key tiles O is rescaled whenever a row max has grown."""
+"""Work tiles of at most this many key tiles rescale O whenever a row max has grown."""
 SWIZZLE_CHANNELS = 64
 CHANNEL_BLOCKS = ROW_DIM // SWIZZLE_CHANNELS
 BLOCK_BYTES = TILE_KEYS * SWIZZLE_ROW_BYTES
@@ -30,11 +30,11 @@ KV_BYTES = 3 * CHANNEL_BLOCKS * BLOCK_BYTES
 MAX_STAGES = 6
 P_BYTES = HEADS * SWIZZLE_ROW_BYTES
 ROW_BITS_BYTES = 16
-"""Of a key tile: a word for the 16 rows of each gather warp of a group."""
+"""Bytes of a key tile's row bits: a word for the 16 rows of each gather warp of a group."""
 EIGHT_ROWS = 0x11111111
-"""A bit for each of eight rows, which four lanes of a warp share."""
+"""A bit for each of eight rows; four lanes of a warp share a row."""
 ALL_ROWS = EIGHT_ROWS | EIGHT_ROWS << 1
-"""Bits of 16 rows, none of them a hole: bit 4 i is that of row i, bit 4 i + 1 that of row i + 8."""
+"""Bits of 16 rows without a hole: bit 4 i is for row i, bit 4 i + 1 for row i + 8."""
 MMA_K = 16
 STEPS_PER_BLOCK = SWIZZLE_CHANNELS // MMA_K
 HALF_DIM = ROW_DIM // 2
@@ -43,9 +43,9 @@ TILES_PER_STEP = STEP_KEYS // TILE_KEYS
 
 
 class Tmem:
-    """First column of everything in tensor memory; 128 lanes by 512 columns of 32 bits, all of them used.
+    """First columns of the buffers in tensor memory: 128 lanes by 512 columns of 32 bits, all of them used.
 
-    Lane l holds head l % 64. Nothing overlaps: O 0-255, Q 256-383, S 384-447 and 448-511.
+    Lane l holds head l % 64. Columns: O 0-255, Q 256-383, S 384-447 and 448-511.
     """
 
     O = 0  # noqa: E741 - fp32; Plan.channel says which channels
@@ -61,8 +61,12 @@ class Smem:
     KV = 0  # [Plan.stages][Plan.blocks][64 keys][64 channels] bf16, swizzled; Plan.block_offset
     P = KV + KV_BYTES  # [2][64 heads][64 keys] bf16, swizzled
     EXCHANGE = P + 2 * P_BYTES  # [8][128 threads][4] fp32: summands of S
-    ROWS = EXCHANGE + 128 * HALF_KEYS * 4  # [Plan.stages][4 warps] int32: which of 16 rows are no holes, `row_bits`
-    ROW_MAX = ROWS + MAX_STAGES * ROW_BITS_BYTES  # [128 threads] fp32: row maxima on their way to the other half
+    ROWS = (
+        EXCHANGE + 128 * HALF_KEYS * 4
+    )  # [Plan.stages][4 warps] int32: a bit for each of 16 rows, 0 for a hole: `row_bits`
+    ROW_MAX = (
+        ROWS + MAX_STAGES * ROW_BITS_BYTES
+    )  # [128 threads] fp32: row maxima for the threads of the other half of the keys
     ROW_SUMS = ROW_MAX + 128 * 4  # [128 threads] fp32
     IS_LAST = ROW_SUMS + 128 * 4  # int32: whether this CTA was the last to finish a KV split of its token
     BARRIERS = IS_LAST + 16
@@ -75,10 +79,10 @@ assert Smem.BYTES <= 227 * 1024, Smem.BYTES
 
 @dataclass(frozen=True)
 class Plan:
-    """What differs between one CTA and a pair, whose CTA r has heads 64 r to 64 r + 63 and channels from 256 r of keys.
+    """The differences between one CTA and a pair, whose CTA r has heads from 64 r on and key channels from 256 r on.
 
-    Rows of B (N) come from both CTAs of a pair, the lower half from the first. Of S they are the halves of the
-    channels; of O's product p, channels 128 p to 128 p + 127 of either CTA's 256.
+    Rows of B (N) come from both CTAs of a pair, the lower half from the first. In the product for S they are the halves
+    of the channels; in product p for O, channels 128 p to 128 p + 127 of either CTA's 256.
     """
 
     ctas: int
@@ -95,20 +99,20 @@ class Plan:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of one of them in a CTA."""
+        """Bytes of a stage in a CTA."""
         return self.blocks * BLOCK_BYTES
 
     def block_offset(self, block: int) -> int:
-        """Place in a stage of one of its blocks. With one CTA b is beside b + 4, so that both halves are one B of S."""
+        """Offset of a block in its stage. With one CTA, b is followed by b + 4, so that both halves are one B of S."""
         place = block if self.ctas == 2 else block % 4 * 2 + block // 4
         return place * BLOCK_BYTES
 
     def first_block_of_out(self, product: int) -> int:
-        """Of the blocks that are B of O's product 0 or 1."""
+        """First of the blocks that are B of O's product 0 or 1."""
         return product * self.blocks // 2
 
     def channel(self, column: Int32, half: Int32) -> Int32:
-        """Channel of O in a column of lanes [64 * half, 64 * half + 64)."""
+        """Channel of O that a column has in lanes [64 * half, 64 * half + 64)."""
         if self.ctas == 2:
             return half * HALF_DIM + column
         return column // (HALF_DIM // 2) * HALF_DIM + half * (HALF_DIM // 2) + column % (HALF_DIM // 2)
@@ -117,12 +121,12 @@ class Plan:
 class Barrier(IntEnum):
     """First index of each group of mbarriers."""
 
-    FULL = 0  # [stages] a key tile lies in this CTA's stage
-    ALL_FULL = 6  # [stages] in all CTAs' stages: the first CTA's barrier; FULL itself if there is one CTA
+    FULL = 0  # [stages] a key tile is in this CTA's stage
+    ALL_FULL = 6  # [stages] a key tile is in the stages of both CTAs of a pair: the first CTA's barrier
     PV_DONE = 12  # [stages] P V of the stage's key tile is in O; the stage and P's buffer are free
     S_READY = 18  # [2]
-    P_READY = 20  # [2] of all CTAs: the first CTA's barrier
-    Q_READY = 22  # likewise
+    P_READY = 20  # [2] P of all CTAs is in shared memory: the first CTA's barrier
+    Q_READY = 22  # Q of all CTAs is in tensor memory: the first CTA's barrier
     COUNT = 23
 
 
@@ -130,7 +134,7 @@ assert Barrier.COUNT * 8 <= Smem.TMEM_ADDRESS - Smem.BARRIERS
 
 
 class NamedBarrier(IntEnum):
-    """Hardware barriers; 0 is the whole CTA's."""
+    """Named barriers; 0 is the barrier of the whole CTA."""
 
     SOFTMAX = 1
 
@@ -138,7 +142,7 @@ class NamedBarrier(IntEnum):
 class Warp(IntEnum):
     """First warp of each role."""
 
-    SOFTMAX = 0  # 4: warp w reaches lanes 32 w to 32 w + 31
+    SOFTMAX = 0  # 4: warp w accesses lanes 32 w to 32 w + 31
     GATHER = 4  # 2 groups of 4
     MMA = 12
     COUNT = 13
@@ -166,7 +170,7 @@ class Arguments(NamedTuple):
     window_slots: Int32
     entry_indices: Int64  # int32; 0: dense addressing
     entry_indices_stride: Int64
-    entry_slots: Int32  # K; dense: anything that visible does not exceed
+    entry_slots: Int32  # K; dense: any upper bound of visible
     page_table: Int64  # int32
     page_table_stride: Int64
     entries_per_page: Int32
@@ -178,10 +182,10 @@ class Arguments(NamedTuple):
     out_token_stride: Int64
     out_head_stride: Int64
     num_heads: Int32
-    steps_per_kv_split: Int32  # at most; 0: no limit
+    steps_per_kv_split: Int32  # at most this many; 0: no limit
     max_kv_splits: Int32
     num_work_tiles: Int32  # T * max_kv_splits
-    partial_out: Int64  # fp32 [slots, 64, 128, 4]: O of every thread, 4 columns at a time, not normalised
+    partial_out: Int64  # fp32 [slots, 64, 128, 4]: O of every thread, in groups of 4 columns, not normalised
     partial_state: Int64  # fp32 [slots, 2, 64 heads]: softmax.RowState
     arrived: Int64  # int32 [T, CTAs of a token], zero between launches
-    zeros: Int64  # ROW_DIM bf16 zeros: what is read in place of a hole or a missing head
+    zeros: Int64  # ROW_DIM bf16 zeros, read in place of a hole or a missing head

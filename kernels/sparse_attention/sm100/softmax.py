@@ -1,4 +1,4 @@
-"""What the softmax warps of the Blackwell kernel do: Q into tensor memory, scores, P, rescaling of O (kernel.py)."""
+"""The softmax warps of the Blackwell kernel: Q into tensor memory, scores, P, rescaling of O (kernel.py)."""
 
 import math
 from typing import NamedTuple
@@ -33,8 +33,8 @@ from dsv4_kernels.sparse_attention.sm100.tile_scheduler import work_tile_of
 class RowState(NamedTuple):
     """Softmax of one head over some keys. Sums are in units of 2**row_max."""
 
-    row_max: Float32  # what exponents are relative to, in log2: the row max, or up to RESCALE_LOG2 more; -inf: no key
-    row_sum: Float32  # of the weights as P holds them, rounded to bf16: a dominating weight's rounding cancels
+    row_max: Float32  # reference of the exponents, in log2: the row max, or up to RESCALE_LOG2 more; -inf: no key
+    row_sum: Float32  # sum of the weights rounded to bf16, as in P: the rounding of a dominating weight cancels
 
 
 @cute.jit
@@ -47,7 +47,7 @@ def load_queries_of(
     warp: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Q of work tile `index`, if there is one and it has keys."""
+    """Copies Q of work tile `index` into tensor memory, if the work tile exists and has keys."""
     if index < a.num_work_tiles:
         work_tile = work_tile_of(index, a, plan)
         if work_tile.num_tiles > 0:
@@ -66,7 +66,7 @@ def load_queries(
     half: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Q into tensor memory. The last work tile's S are complete (these warps have read them), so nobody reads Q now."""
+    """Copies Q into tensor memory. These warps have read the last S of the previous work tile, so its Q is free."""
     row = a.zeros
     if head < a.num_heads:
         row = a.q + 2 * (token * a.q_token_stride + head * a.q_head_stride + half * HALF_DIM)
@@ -92,14 +92,14 @@ def scores_of_tile(
     count: Int32,
     plan: Plan,
 ) -> list[Float32]:
-    """Scores of this thread's head and 32 keys, in units of log2, -inf at holes.
+    """Scores of this thread's head and 32 keys, in log2 units, -inf at holes.
 
-    Each half of the lanes has a summand of all 64 keys' scores; it keeps those of its own 32 keys and gives the others
-    to the other half through shared memory.
+    Each half of the lanes has one summand of the scores of all 64 keys; it keeps the summands of its own 32 keys and
+    passes the others to the other half through shared memory.
     """
     wait(barriers, Barrier.S_READY + count % 2, count // 2 & 1)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    wait_for_tile(barriers, Barrier.FULL, count, plan)  # has long happened; acquires the bits of its rows
+    wait_for_tile(barriers, Barrier.FULL, count, plan)  # returns at once; acquires the row bits
     column = Tmem.S + count % 2 * Tmem.S_COLUMNS
     others = load_tmem(tmem_columns(tmem, warp, column + (1 - half) * HALF_KEYS, Int32), HALF_KEYS)
     own = load_tmem(tmem_columns(tmem, warp, column + half * HALF_KEYS, Int32), HALF_KEYS)
@@ -121,7 +121,7 @@ def scores_of_tile(
 
 @cute.jit
 def masked(scores: cutlass.Vector, low: Int32, high: Int32) -> cutlass.Vector:
-    """The scores of 32 keys, -inf at holes; `low` and `high` are the bits of 16 rows each, as in `ALL_ROWS`."""
+    """The scores of 32 keys, with -inf at holes; `low` and `high` are bits of 16 rows each, as in `ALL_ROWS`."""
     if (low & high) != ALL_ROWS:
         values = []
         for key in cutlass.range_constexpr(HALF_KEYS):
@@ -133,23 +133,23 @@ def masked(scores: cutlass.Vector, low: Int32, high: Int32) -> cutlass.Vector:
 
 
 def largest_of(values: list[Float32]) -> Float32:
-    """As a tree."""
+    """The largest value, reduced as a tree."""
     while len(values) > 1:
         values = [cute.arch.fmax(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def sum_of(values: list[Float32]) -> Float32:
-    """As a tree, in a fixed order."""
+    """The sum of the values, reduced as a tree in a fixed order."""
     while len(values) > 1:
         values = [first + second for first, second in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def exchanged(place: cutlass.Pointer, thread: Int32, value: Float32) -> Float32:
-    """The value of the thread that has the same head's other keys.
+    """The value of the thread that has the other keys of the same head.
 
-    The next write to the same place must come after another barrier, hence after this read.
+    Another barrier must precede the next write to `place`, so that it follows this read.
     """
     place = typed(place, Float32)
     (place + thread).store(value)
@@ -158,16 +158,16 @@ def exchanged(place: cutlass.Pointer, thread: Int32, value: Float32) -> Float32:
 
 
 def finite(row_max: Float32) -> Float32:
-    """What scores are subtracted from: 0 while all of them are -inf."""
+    """The row max, or 0 while all scores are -inf; it is subtracted from scores."""
     return cutlass.select_(row_max == -math.inf, Float32(0.0), row_max)
 
 
 def store_weights(
     smem: cutlass.Pointer, weights: list[Float32], head_row: Int32, half: Int32, buffer: Int32
 ) -> Float32:
-    """P in bf16 into shared memory; returns the sum of the rounded weights.
+    """Stores P in bf16 to shared memory; returns the sum of the rounded weights.
 
-    O is divided by rounded weights' sum, so that a weight's rounding cancels where it dominates.
+    O is divided by the sum of the rounded weights, so that the rounding of a dominating weight cancels.
     """
     target = smem + (Smem.P + buffer * P_BYTES + head_row * SWIZZLE_ROW_BYTES)
     rounded = []

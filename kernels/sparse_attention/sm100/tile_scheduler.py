@@ -1,4 +1,4 @@
-"""The tile scheduler of the Blackwell kernel: which tokens, keys and heads are whose (see kernel.py)."""
+"""The tile scheduler of the Blackwell kernel: tokens, keys and heads of every CTA (kernel.py)."""
 
 from typing import NamedTuple
 
@@ -12,22 +12,22 @@ from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 
 class WorkTile(NamedTuple):
-    """One KV split of a token for one block of heads: what a CTA does, alone or beside its pair's other CTA."""
+    """One KV split of a token for one block of heads: the work of a CTA, alone or as one of a pair."""
 
     token: Int32
     head_block: Int32
     kv_split: Int32
     kv_splits: Int32
-    slot: Int32  # of the partial result; those of a token and a block of heads are adjacent
+    slot: Int32  # scratch slot of the partial result; slots of a token and block of heads are adjacent
     first_tile: Int32  # key tiles of the token
-    num_tiles: Int32  # 0: this KV split does not exist
-    window_tiles: Int32  # the key tiles before those of the entries
+    num_tiles: Int32  # 0: the token has no such KV split
+    window_tiles: Int32  # key tiles of the window, before those of the entries
     num_entries: Int32
 
 
 @cute.jit
 def work_tile_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> WorkTile:
-    """Work tile `index`; split.py says how a token's keys are divided."""
+    """Work tile `index`, by the division of keys in split.py."""
     kv_split = index % a.max_kv_splits
     token, head_block = index // a.max_kv_splits, cta_rank(plan)
     slot = (token * plan.ctas + head_block) * a.max_kv_splits + kv_split
@@ -48,19 +48,19 @@ def work_tile_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> WorkTil
         used_tiles = window_tiles + (num_entries + (TILE_KEYS - 1)) // TILE_KEYS
     first_tile = kv_split * steps // kv_splits * TILES_PER_STEP
     end_tile = cutlass.min((kv_split + 1) * steps // kv_splits * TILES_PER_STEP, used_tiles)
-    num_tiles = cutlass.max(end_tile - first_tile, Int32(1))  # a tile of holes if there is nothing
+    num_tiles = cutlass.max(end_tile - first_tile, Int32(1))  # one tile of holes if there are no keys
     if kv_split >= kv_splits:
         num_tiles = Int32(0)
     return WorkTile(token, head_block, kv_split, kv_splits, slot, first_tile, num_tiles, window_tiles, num_entries)
 
 
 def cta_rank(plan: Plan) -> Int32:
-    """In the pair; 0 without one."""
+    """This CTA's rank in its pair; 0 if it is alone."""
     return cute.arch.block_idx()[0] % plan.ctas
 
 
 def first_and_stride(plan: Plan) -> tuple[Int32, Int32]:
-    """Of the indices of the work tiles that this CTA, or its pair, takes."""
+    """(first index, stride) of the work tiles of this CTA, or of its pair."""
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     return block // plan.ctas, grid // plan.ctas

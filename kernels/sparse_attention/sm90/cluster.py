@@ -1,23 +1,23 @@
-"""Attention on Hopper for few tokens: every step of a token has a CTA of its own, and its CTAs are a cluster.
+"""Attention on Hopper for few tokens: every step of a token has its own CTA, and a token's CTAs are a cluster.
 
-It has the bits of persistent.py: a step is computed with the same products in the same order, and steps are merged in
-theirs. But it waits for as little as it can. Nothing is found out about other tokens: a CTA's place in the grid says
-which step, channel split, token and block of heads it has. Nothing is used twice, so nobody gives anything back. And
-partial results take no way through global memory: every CTA of the cluster gets some columns of all of them, by
-`st.async`.
+The bits are those of persistent.py: a step is computed with the same products in the same order, and steps are merged
+in the same order. But there is less to wait for. A CTA needs no knowledge of other tokens: its position in the grid is
+its step, channel split, token and block of heads. No stage is used twice, so none is given back. And partial results
+do not go through global memory: every CTA of the cluster receives some columns of all of them by `st.async`.
 
     who             does                                                        waits for
     one warp        loads Q, by TMA, group by group
     producers       gather rows: e4m3 -> bf16, st.shared; cp.async              row indices, rows
-    consumers       S = Q K^T, group by group as they come                      full[group], keys and Q
-                    P; its row sums go to all CTAs while products run           the other one's P
-                    P V of all their channels; columns go to their CTAs         ready: others read Q (or keys) no more
-                    combine: merge what came from all steps, in order; write O  received, of all bytes
+    consumers       S = Q K^T, group by group as they arrive                    full[group], keys and Q
+                    P; its row sums go to all CTAs while products run           the other consumer's P
+                    P V of all their channels; columns go to their CTAs         ready: all have read Q (or keys)
+                    combine: merge the columns of all steps in order; write O   received, all bytes
 
-Four lanes have a row, of all groups, so that a group is there when the scores need it and not with others.
+Four lanes share a row in all groups, so that the groups complete in the order in which the scores need them.
 
-CTAs beyond a token's steps only take part in the waiting. A cluster waits for no other one, so nothing depends on how
-many are resident at once; but this pays only if all are (`launch._channel_splits_of_clusters`).
+CTAs beyond a token's steps only take part in the waits. A cluster waits for no other cluster, so correctness does not
+depend on how many are resident at once; but the kernel is only faster if all are
+(`launch._channel_splits_of_clusters`).
 """
 
 import functools
@@ -56,40 +56,40 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile
 
 MAX_CLUSTER = 9
-"""Steps of a token at most: the shared memory of a CTA has room for its columns of so many."""
+"""Steps of a token at most: a CTA's shared memory has room for its columns of this many steps."""
 ROW_LANES = 4
-"""Producers' threads that have a row, 16 bytes of a group each."""
+"""Producer threads that share a row, 16 bytes of a group each."""
 PREFETCH_DEPTH = 4
-"""Channel groups whose FP8 rows a producer's thread has asked for."""
+"""Channel groups of FP8 rows that a producer's thread loads ahead."""
 SPARE_BYTES = 12 * 1024
-"""In front of Q, where nobody reads after the scores: together there is room for what a CTA gets from most clusters."""
+"""Bytes before Q; with Q, which is not read after the scores, they hold all that a CTA receives in most clusters."""
 COLUMN_BYTES = CONSUMER_THREADS * 16
-"""Of a column of 8 channels of both consumers: 16 bytes a thread."""
+"""Bytes of a column of 8 channels of both consumers: 16 a thread."""
 
 
 @cute.struct
 class ClusterShared:
-    """Shared memory of a CTA: 222 KiB. From the beginning on it later has what it gets from the CTAs of the cluster."""
+    """Shared memory of a CTA: 222 KiB. Columns that the CTA receives overwrite it from its beginning."""
 
     spare: cute.struct.Align[cute.struct.MemRange[Uint8, SPARE_BYTES], 1024]
     q: cute.struct.Align[cute.struct.MemRange[BFloat16, HEADS * DIM], 1024]
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * KEY_TILE * DIM], 1024]
-    # keys: as in `plan.Shared`, and so are p, rows, row_max, row_sums
+    # keys, p, rows, row_max, row_sums: as in `plan.Shared`
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * KEY_TILE], 1024]
     rows: cute.struct.MemRange[Uint8, 2 * KEY_TILE // 8]
     row_max: cute.struct.MemRange[Float32, 2 * HEADS]
     row_sums: cute.struct.MemRange[Float32, 2 * HEADS]
     full: cute.struct.MemRange[Int64, GROUPS]
-    # full: [channel group], of both key tiles and of Q
+    # full: [channel group], for both key tiles and Q
     ready: cute.struct.MemRange[Int64, 1]
-    # ready: whoever has a step may send columns to this CTA
+    # ready: other CTAs may send columns to this CTA
     received: cute.struct.MemRange[Int64, 1]
-    # received: the columns of all steps
+    # received: the columns of all steps have arrived
 
 
 @cute.jit
 def launch(config: cutlass.Constexpr, arguments: Arguments, num_steps: Int32, stream: cuda.CUstream) -> None:
-    """As many CTAs as a token may have steps are a cluster."""
+    """Launches clusters of `num_steps` CTAs, the most steps of a token."""
     tma_out = q_and_out.tma_of_out(arguments)
     kernel(config, arguments, q_and_out.tma_of_q(arguments), tma_out).launch(
         grid=[num_steps, config.channel_splits, arguments.num_tokens * scheduler.count_head_blocks(arguments)],
@@ -143,7 +143,7 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: TmaTensor, tma_out
 
 @cute.jit
 def load_q(shared: cutlass.Constexpr, tma_q: TmaTensor, token: Int32, head_block: Int32) -> None:
-    """Starts copying Q; a group of its channels counts for that group of the keys'."""
+    """Starts copying Q; its bytes of a channel group arrive at full[group], like the keys of that group."""
     places = shared.q.get_tensor(*swizzled_layout((HEADS, GROUP, GROUPS)))
     targets, sources = tma_partition(tma_q, places)
     for group in scheduler.groups_in_order():
@@ -160,10 +160,10 @@ def load_q(shared: cutlass.Constexpr, tma_q: TmaTensor, token: Int32, head_block
 def produce(
     config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, thread: Int32, step: Int32, row_index: Int32
 ) -> None:
-    """Fills all groups with the rows of a step; `row_index` is that of this thread's row.
+    """Fills all groups with the rows of a step; `row_index` is the index of this thread's row.
 
-    FP8 rows wait in registers: loads are issued PREFETCH_DEPTH groups before their conversion. With more of them the
-    warp would be held up by the queue of loads, and so would be the groups that have come.
+    FP8 rows wait in registers: loads are issued PREFETCH_DEPTH groups before their conversion. More loads would fill
+    the load queue and stall the warp, and with it the conversion of groups that have arrived.
     """
     lane, warp, row, row_lane = thread % 32, thread // 32, thread // ROW_LANES, thread % ROW_LANES
     address = gather.row_address(config, args, step, row_index) + row_lane * 16
@@ -191,7 +191,7 @@ def fill_groups(
     words: dict,
     scales: tuple | None,
 ) -> None:
-    """One after the other, in the order in which the scores need them."""
+    """Fills the groups in the order in which the scores need them."""
     for i, group in enumerate(order):
         block, barrier = place + group * BLOCK_BYTES, shared.full.data_ptr() + group
         if async_arrivals(config, group):
@@ -212,12 +212,12 @@ def fill_groups(
 
 
 def load_words(config: Configuration, address: Int64, group: int) -> tuple:
-    """A lane's e4m3 of a group of its row; nothing of the group that is no e4m3."""
+    """A lane's e4m3 of a group of its row; empty for groups that are copied as bf16."""
     return () if async_arrivals(config, group) else ptx.load_16_bytes(address, group * GROUP)
 
 
 def async_arrivals(config: Configuration, group: int) -> int:
-    """Arrivals at full[group] by completed cp.async: bf16 rows, and the last channels of FP8 rows."""
+    """Arrivals at full[group] by completed cp.async: for bf16 rows, and the last channels of FP8 rows."""
     return STEP * ROW_LANES if group == GROUPS - 1 or not config.fp8_rows else 0
 
 
@@ -234,7 +234,8 @@ def consume(
     consumer: Int32,
     work_tile: WorkTile,
 ) -> None:
-    """One consumer warpgroup: scores of key tile `consumer`, this channel split's of [consumer * 256, + 256) of O."""
+    """One consumer warpgroup: scores of key tile `consumer`, and this channel split's part of channels
+    [consumer * 256, + 256) of O."""
     in_group = thread % 128
     lane, warp = thread % 32, in_group // 32
     row = warp * WARP_HEADS + lane // 4
@@ -257,7 +258,7 @@ def consume(
     holes = softmax.compute_scores(full, Int32(0), consumer, rows, mma, scores)
     softmax.mask_scores(scores, holes, lane)
     step_max = softmax.find_step_max(args, scores, shared_max, consumer, lane)
-    cute.arch.cluster_wait()  # all CTAs of the cluster have begun
+    cute.arch.cluster_wait()  # all CTAs of the cluster have started
     if fits_before_keys(config, steps):
         announce_ready(shared, thread, steps)
     softmax.exponentiate(args, scores, step_max, packed_p, row_sum)
@@ -279,7 +280,7 @@ def consume(
         send_row_stats(config, shared, thread, step, steps, row_max, row_sum)  # while products run
     warpgroup.wait_group(0)
     if not fits_before_keys(config, steps):
-        sync(NamedBarrier.CONSUMERS)  # both have read what they multiplied
+        sync(NamedBarrier.CONSUMERS)  # both consumers have read the operands of their products
         announce_ready(shared, thread, steps)
         send_row_stats(config, shared, thread, step, steps, row_max, row_sum)
     inverse_sums = functools.partial(
@@ -289,7 +290,7 @@ def consume(
         if step == 0:
             for product in products:
                 for j in cutlass.range_constexpr(cute.size(product)):
-                    product[j] = product[j] + 0.0  # a zero's sign is lost wherever partial results are merged
+                    product[j] = product[j] + 0.0  # -0 becomes +0, as in every merge of partial results
             inverse = inverse_sums(row_max, row_sum)
             store_by_tma(config, shared, tma_out, work_tile, consumer, warp, lane, inverse, products)
     elif step < steps:
@@ -303,29 +304,29 @@ def consume(
 
 
 def count_columns(config: Configuration) -> int:
-    """Columns of 8 channels of either consumer, which the CTAs divide among them."""
+    """Columns of 8 channels of a consumer, which the CTAs of a token divide."""
     return config.groups_per_split * GROUP // 8
 
 
 def first_column(config: Configuration, step: Int32, steps: Int32) -> Int32:
-    """Of the CTA that has a step; the first one has at least one."""
+    """First column of the CTA that has `step`; the first CTA has at least one column."""
     return ptx.divide(step * count_columns(config) + steps - 1, steps)
 
 
 def bytes_of_slot(config: Configuration, steps: Int32) -> Int32:
-    """Of what a CTA gets from a step: row maxima and row sums of two rows, [256 threads][4]; then its columns,
+    """Bytes that a CTA receives from a step: row maxima and row sums of two rows, [256 threads][4]; then its columns,
     [columns][256][4]."""
     return first_column(config, Int32(1), steps) * COLUMN_BYTES + ROW_STATS_BYTES
 
 
 def fits_before_keys(config: Configuration, steps: Int32) -> Boolean:
-    """Whether what a CTA gets fits where Q was, which nobody reads after the scores, and in front of it."""
+    """Whether a CTA's received columns fit into the spare bytes and Q, which is not read after the scores."""
     return steps * bytes_of_slot(config, steps) <= SPARE_BYTES + HEADS * DIM * 2
 
 
 @cute.jit
 def announce_ready(shared: cutlass.Constexpr, thread: Int32, steps: Int32) -> None:
-    """Tells the CTAs of the token, if several, that nobody reads any more what they will overwrite here."""
+    """Signals the other CTAs of the token that they may overwrite this CTA's memory."""
     cute.arch.sync_warp()
     if (thread < steps) & (steps > 1):
         ptx.arrive_remote(ptx.remote(Int32(shared.ready.data_ptr().toint()), thread))
@@ -341,7 +342,7 @@ def send_row_stats(
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
 ) -> None:
-    """Gives all CTAs of the token the row maxima and row sums of this step, as soon as they are ready for it."""
+    """Sends the row maxima and row sums of this step to all CTAs of the token, after they have signalled ready."""
     if (step < steps) & (steps > 1):
         received = shared.received.data_ptr()
         columns = first_column(config, step + 1, steps) - first_column(config, step, steps)
@@ -365,7 +366,7 @@ def combine_columns(
     row_sum: cute.Tensor,
     products: list,
 ) -> None:
-    """Gives every CTA its columns of this step's product, and merges those of all steps that it gets."""
+    """Sends every CTA its columns of this step's product; merges the columns that this CTA receives, of all steps."""
     received, columns = Int32(shared.received.data_ptr().toint()), count_columns(config)
     begin, end = first_column(config, step, steps), first_column(config, step + 1, steps)
     slot_bytes = bytes_of_slot(config, steps)
@@ -392,12 +393,12 @@ def combine_columns(
 def merge_slot(
     config: Configuration, slot: Int32, mine: Int32, row_max: cute.Tensor, row_sum: cute.Tensor, products: list
 ) -> None:
-    """Merges a step's columns, so many of them, into those of the steps before it."""
+    """Merges the `mine` columns of a step into the columns of the steps before it."""
     columns = count_columns(config) // 2
     row_stats = ptx.load_shared_f32x4(slot)
     words = []
     for u in range(columns):
-        existing = ptx.imin(Int32(u), mine - 1)  # of what this CTA has not, something else
+        existing = ptx.imin(Int32(u), mine - 1)  # clamped: the result of columns beyond `mine` is unused
         words.append(ptx.load_shared_f32x4(slot + (ROW_STATS_BYTES + existing * COLUMN_BYTES)))
     for k in range(2):
         sums = row_stats[1], row_stats[3]
@@ -422,7 +423,7 @@ def write_columns(
     inverse: tuple,
     products: list,
 ) -> None:
-    """This CTA's columns of O, of which it has at most half."""
+    """Writes this CTA's columns of O, at most half of all columns."""
     begin = first_column(config, work_tile.first_step, work_tile.end_step)
     end = first_column(config, work_tile.first_step + 1, work_tile.end_step)
     for k in cutlass.range_constexpr(2):
@@ -449,7 +450,7 @@ def store_by_tma(
     inverse: tuple,
     products: list,
 ) -> None:
-    """All columns of O of a token with a single step, by TMA, from where Q was."""
+    """Writes all columns of O of a token with a single step, by TMA from the shared memory of Q."""
     q = Int32(shared.q.data_ptr().toint())
     places = shared.q.get_tensor(*swizzled_layout((WARP_HEADS, GROUP, HEADS // WARP_HEADS, GROUPS)))
     sources, targets = tma_partition(tma_out, places)
@@ -469,6 +470,6 @@ def store_by_tma(
 
 
 def output_words(product: cute.Tensor, inverse: tuple) -> list[Uint32]:
-    """64 channels of O, in bf16."""
+    """64 channels of O, normalised, as pairs of bf16."""
     pairs = range(cute.size(product) // 2)
     return [ptx.pack_bf16(*(product[2 * i + j] * inverse[i % 2] for j in range(2))) for i in pairs]

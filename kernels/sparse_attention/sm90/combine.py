@@ -1,7 +1,7 @@
-"""Combine: partial results of a token's keys in scratch memory, and their LSE merge by the CTAs that wrote them.
+"""Combine: the LSE merge of a token's partial results in scratch memory, by the CTAs that wrote them.
 
-Every CTA of a token combines some of the columns (of eight channels) of all its partial results, one iteration later
-than it wrote its own: nobody waits while there is work (persistent.py says why the waiting ends). Steps are merged into
+Every CTA of a token combines some of the columns (of eight channels) of all partial results of the token, one iteration
+after it wrote its own: no CTA waits while it has work (persistent.py says why every wait ends). Steps are merged into
 their KV split and KV splits with each other, in order.
 """
 
@@ -51,9 +51,9 @@ from dsv4_kernels.sparse_attention.sm90.tile_scheduler import (
 )
 
 COLUMN_BYTES = CONSUMER_THREADS * 16
-"""Of a column of both consumers: 16 bytes a thread."""
+"""Bytes of a column of both consumers: 16 a thread."""
 
-# What is combined
+# The list of partial results
 
 
 @cute.jit
@@ -66,10 +66,11 @@ def list_partials(
     index: Int32,
     chooses: cutlass.Constexpr = False,
 ) -> None:
-    """Writes the slots of the partial results of a work tile's token in order, one warp for all; a barrier must follow.
+    """Writes the scratch slots of a token's partial results to shared memory, in order; by one warp, a barrier must
+    follow.
 
-    partials[0] is their number; then (number of the slot) * 2 + (does a KV split begin with it), and an end that begins
-    one.
+    partials[0] is their number; partials[1 + i] is 2 * (number of the slot) + (1 if it is the first of its KV split).
+    The entry after the last is 1: it ends the last KV split.
     """
     partials = shared.partials.data_ptr()
     first = index - work_tile.sub_split * tiles_per_sub_split(config, args)  # of the token's work tiles for these heads
@@ -86,7 +87,7 @@ def list_partials(
             mine = Int32(1)
         if sub_split >= work_tile.sub_splits:
             mine = Int32(0)
-        # Merging whole KV splits one after the other is merging them into nothing first and then together.
+        # Whole KV splits need no mark of their own: merging each into an empty result first changes no bit.
         marks = begins & ((splits.sub_splits != 1) | (sub_split == 0))
         total = warp_prefix_sum(mine, lane)
         number = slot_of_tile(first + sub_split * tiles_per_sub_split(config, args))
@@ -102,14 +103,16 @@ def list_partials(
 
 
 def partial_address(args: Arguments, partials: cute.Pointer, i: Int32, thread: Int32) -> Int64:
-    """A thread's address in the slot of a token's i-th partial result."""
+    """A thread's address in the scratch slot of a token's i-th partial result."""
     entry = (partials + (1 + i)).load()
     return slot_address(args, entry >> 1) + thread * 16
 
 
 def first_column(config: Configuration, warp: Int32, cta: Int32, ctas: Int32) -> Int32:
-    """Where the columns of one of a token's CTAs begin, for a warp: columns of either consumer, each of 16 rows of one
-    warp, are divided among them."""
+    """The first column that CTA `cta` of a token's `ctas` combines, for a warp.
+
+    What is divided are pairs of a column and a warp (16 rows), the same for both consumers.
+    """
     columns = config.groups_per_split * GROUP // 8 * 4
     return (ptx.divide(cta * columns, ctas) + 3 - warp) // 4
 
@@ -128,12 +131,14 @@ def merge_kv_split(
     row_sum: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges a KV split of a work tile that has several, which ends in front of step `end`, into those before it, which
-    wait in this CTA's scratch slot. The last one's result stays in registers. It is what `combine` does, in its order.
+    """Merges the KV split that ends before step `end` into the earlier KV splits of the same work tile.
+
+    The earlier KV splits are in this CTA's scratch slot. The result of the last KV split stays in registers. The merges
+    and their order are those of `combine_columns`.
     """
     is_later, is_last = end > args.steps_per_kv_split, end == last
     slot = own_slot(args, iteration, Int32(0)) + thread * 16
-    columns = 4  # at a time; more of them spill
+    columns = 4  # at a time; more would spill
     before_max, before_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     values = cute.make_rmem_tensor((4 * columns,), Float32)
     clear_partial(before_max, before_sum, values)
@@ -175,7 +180,7 @@ def combine_token(
     iteration: Int32,
     num_tiles: Int32,
 ) -> None:
-    """This CTA's columns of a token's output, once all its partial results are there."""
+    """Computes this CTA's columns of a token's output, after all partial results of the token are written."""
     prefetches = Boolean(False)
     if const_expr(may_prefetch(config)):
         prefetches = shared.prefetches.data_ptr().load() != 0
@@ -188,7 +193,7 @@ def combine_token(
         sinks = (load_sink(args, head), load_sink(args, head + 8))
         begin = first_column(config, warp, work_tile.sub_split, work_tile.sub_splits)
         end = first_column(config, warp, work_tile.sub_split + 1, work_tile.sub_splits)
-        if (iteration > 0) & (thread < 32):  # that of the first work tile is there already
+        if (iteration > 0) & (thread < 32):  # the list of the first work tile has been written already
             list_partials(config, args, shared, lane, work_tile, index)
         if thread == 0:
             wait_for_counter(arrived_counter(config, args, work_tile), work_tile.sub_splits)
@@ -203,7 +208,7 @@ def combine_token(
             combine_columns(config, args, shared, work_tile, consumer, lane, warp, head, sinks, begin, end, False)
         if thread == 0:
             reset_counters(config, args, work_tile, combined_before)
-        sync(NamedBarrier.CONSUMERS)  # nobody reads the list or the slots any more
+        sync(NamedBarrier.CONSUMERS)  # all threads have read the list and the slots
         if reused & (thread == 0):
             ptx.add_release(combined_counter(config, args, work_tile))
 
@@ -223,17 +228,17 @@ def combine_columns(
     end: Int32,
     single: cutlass.Constexpr,
 ) -> None:
-    """Columns [begin, end) of a warp's rows.
+    """Combines and writes columns [begin, end) of a warp's rows.
 
-    Partial results are merged in order: those of a KV split into one, as if one CTA had done all its steps, and then
-    the KV splits.
+    Partial results are merged in order: first within each KV split, as one CTA would have merged its steps, then the KV
+    splits.
     """
     partials_at_once, groups = config.combine_loads(single)
     partials = shared.partials.data_ptr()
     count = partials.load()
     size = 4 * groups
-    thread = consumer * 128 + warp * 32 + lane  # whose values these are
-    # Of the KV split at hand, and of all up to it.
+    thread = consumer * 128 + warp * 32 + lane  # that wrote these values
+    # The current KV split, and all KV splits up to it.
     row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     values = cute.make_rmem_tensor((size,), Float32)
     all_max, all_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
@@ -287,7 +292,7 @@ def write_columns(
     values: cute.Tensor,
     inverse: cute.Tensor,
 ) -> None:
-    """O of columns from `base` on, as many as there are values, but none from `end` on."""
+    """Writes O of the columns in `values`, from column `base` on; none from column `end` on."""
     for k in cutlass.range_constexpr(2):
         if head + 8 * k < args.num_heads:
             at = Int64(work_tile.token) * args.out_token_stride + Int64(head + 8 * k) * args.out_head_stride
@@ -298,15 +303,18 @@ def write_columns(
                     ptx.store_u32(args.out + (at + column) * 2, ptx.pack_bf16(low, high))
 
 
-# Combine where the first sub-split is the longest: the others prefetch all partial results but its
+# Combine where the first sub-split is the longest: the others prefetch all other partial results
 
 
 @cute.jit
 def choose_prefetch(
     config: cutlass.Constexpr, shared: cutlass.Constexpr, splits: TokenSplits, lane: Int32, steps: Int32
 ) -> None:
-    """Writes whether a token's sub-splits, `steps` of which this lane's has, prefetch partial results before the first
-    one is written: if that one is the only longer one, and there is room for all that they combine."""
+    """Writes whether a token's sub-splits prefetch partial results before the first sub-split's is written.
+
+    They do if only the first sub-split is longer than the others, and shared memory has room for all that they combine.
+    `steps` are the steps of this lane's sub-split.
+    """
     first_one, second_one = cute.arch.shuffle_sync(steps, 0), cute.arch.shuffle_sync(steps, 1)
     results, others = splits.steps - first_one, ptx.imax(splits.all_sub_splits - 1, Int32(1))
     columns = ptx.divide(config.groups_per_split * GROUP // 8 + others - 1, others)
@@ -325,10 +333,10 @@ def combine_prefetched(
     consumer: Int32,
     work_tile: WorkTile,
 ) -> None:
-    """Combine where the first sub-split has a step more than the others: these divide the columns among them.
+    """Combines where the first sub-split has a step more than the others: the others divide the columns.
 
-    They load all partial results but the first one while they wait for it, to where Q, keys and P were: row statistics,
-    [results][256][4], and columns, [results][columns][256][4]. Every thread loads and reads its own.
+    While they wait for the first partial result they load all others to the shared memory of Q, keys and P: row
+    statistics [results][256][4] and columns [results][columns][256][4]. Every thread loads and reads its own values.
     """
     lane, warp = thread % 32, thread % 128 // 32
     combined_before = Int32(0)
@@ -394,7 +402,7 @@ def prefetch_partials(
     row_stats: Int32,
     place: Int32,
 ) -> None:
-    """Starts copying a thread's row statistics, and columns from `begin` on, of all partial results but the first."""
+    """Starts copying a thread's row statistics and columns, from `begin` on, of all partial results but the first."""
     for i in cutlass.range(results, unroll=1):
         slot = partial_address(args, partials, i + 1, thread)
         ptx.copy_async(row_stats + i * COLUMN_BYTES, slot + SLOT_BYTES, Int32(16))

@@ -1,4 +1,4 @@
-"""The epilogue of the Hopper kernels: O is normalised by the row sums and the sink, and written (see persistent.py)."""
+"""The epilogue of the Hopper kernels: normalises O by the row sums and the sink, and writes it (persistent.py)."""
 
 from collections.abc import Callable
 
@@ -25,12 +25,12 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 from dsv4_kernels.sparse_attention.sm90.softmax import store_p
 from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile
 
-# What O is multiplied with
+# Normalisation
 
 
 @cute.jit
 def load_sink(args: Arguments, head: Int32) -> Float32:
-    """A head's attention sink; -inf without one."""
+    """The sink of a head; -inf if there is none."""
     sink = -Float32.inf
     if args.sink != 0:
         if head < args.num_heads:
@@ -40,8 +40,8 @@ def load_sink(args: Arguments, head: Int32) -> Float32:
 
 @cute.jit
 def inverse_sum(sink: Float32, row_max: Float32, row_sum: Float32) -> Float32:
-    """1 / (row sum + the sink's weight), 0 where there is nothing at all."""
-    row_sum += ptx.exp2(ptx.fma(sink, Float32(LOG2_E), -row_max))  # one rounding, whoever calls
+    """1 / (row sum + weight of the sink); 0 where that sum is 0."""
+    row_sum += ptx.exp2(ptx.fma(sink, Float32(LOG2_E), -row_max))  # rounded once, the same in every kernel
     inverse = Float32(0.0)
     if row_sum != 0.0:
         inverse = cute.arch.rcp_approx(row_sum)
@@ -58,7 +58,7 @@ def reduce_row_sums(
     barrier: NamedBarrier | Int32 = NamedBarrier.CONSUMERS,
     threads: cutlass.Constexpr = CONSUMER_THREADS,
 ) -> None:
-    """Row sums of two rows over the threads that share them, of both consumers, which meet at a barrier."""
+    """Sums `row_sum` of two rows over the threads of both consumers that share them; meets them at a barrier."""
     place = Int32(shared.row_sums.data_ptr().toint()) + row * 4
     for i in cutlass.range_constexpr(2):
         row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], offset=1)
@@ -81,7 +81,7 @@ def inverse_sums(
     row_sum: cute.Tensor,
     inverse: cute.Tensor,
 ) -> None:
-    """What O is to be multiplied with, of two rows whose channels are all in this CTA or in one with the same keys."""
+    """Writes to `inverse` the factors that normalise O of two rows; both consumers of the CTA take part."""
     reduce_row_sums(shared, consumer, row, lane, row_sum)
     for i in cutlass.range_constexpr(2):
         sink = (shared.sinks.data_ptr() + work_tile.head_block * HEADS + row + 8 * i).load()
@@ -98,7 +98,7 @@ def inverse_sums_of_warp(
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
 ) -> tuple:
-    """The same where several CTAs have columns of O; a warp meets the same warp of the other consumer only."""
+    """The factors that normalise O of two rows, by one warp and the same warp of the other consumer."""
     reduce_row_sums(shared, consumer, row, lane, row_sum, NamedBarrier.COMBINE + warp, 64)
     return tuple(inverse_sum(sinks[k], row_max[k], row_sum[k]) for k in range(2))
 
@@ -107,7 +107,7 @@ def inverse_sums_of_warp(
 
 
 def first_channel(config: Configuration, work_tile: WorkTile, consumer: Int32) -> Int32:
-    """Of this consumer's O."""
+    """The first channel of O that this consumer has."""
     return consumer * HALF_DIM + work_tile.channel_split * (config.groups_per_split * GROUP)
 
 
@@ -124,9 +124,9 @@ def store_group_of_out(
     inverse: cute.Tensor,
     i: cutlass.Constexpr,
 ) -> None:
-    """Writes the i-th 64 channels of O, if there are so many, and clears them.
+    """Writes the i-th 64 channels of O, if this consumer has them, and clears them in registers.
 
-    A warp puts its rows where its P was, for TMA. `wait_for_tma_store` must follow.
+    A warp stores its rows to the shared memory of its P, for TMA. `wait_for_tma_store` must follow.
     """
     if const_expr(i < config.groups_per_split):
         first = i * (HEADS * GROUP // 128)
@@ -152,13 +152,13 @@ def store_group_of_out(
 
 
 def store_out(store_group: Callable[[int], None]) -> None:
-    """Writes all channels of O that this consumer has, a group at a time by `store_group_of_out`."""
+    """Writes all channels of O that this consumer has, 64 at a time by `store_group_of_out`."""
     for i in range(HALF_GROUPS):
         store_group(i)
     wait_for_tma_store()
 
 
 def wait_for_tma_store() -> None:
-    """Waits until TMA has read what this warp gave it."""
+    """Waits until TMA has read the shared memory of this warp's stores."""
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()

@@ -1,4 +1,4 @@
-"""What the producers of the Hopper kernels do: rows of keys from global to shared memory, in bf16 (persistent.py)."""
+"""The producers of the Hopper kernels: rows of keys from global to shared memory, as bf16 (persistent.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -21,14 +21,14 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
     Entries,
 )
 
-# Which rows
+# Row indices
 
 
 @cute.jit
 def load_row_index(
     config: cutlass.Constexpr, args: Arguments, token: Int32, visible: Int32, step: Int32, place: Int32
 ) -> Int32:
-    """The row at a place of a step, -1 for a hole."""
+    """The row index of key `place` of a step, -1 for a hole."""
     window_steps = (args.window_width + STEP - 1) // STEP
     row_index = Int32(-1)
     slot = step * STEP + place
@@ -50,9 +50,9 @@ def load_row_index(
 
 @cute.jit
 def load_listed_row(config: cutlass.Constexpr, args: Arguments, token: Int32, step: Int32, place: Int32) -> Int32:
-    """The row that a list has at a place of a step, whether the token may read it or not; -1 where there is no list.
+    """The row index that a list has for key `place` of a step, visible to the token or not; -1 outside of the lists.
 
-    Unlike `load_row_index` it need not wait for what is visible, which is loaded at the same time (cluster.py).
+    Unlike `load_row_index` it does not need the number of visible entries, which is loaded in parallel (cluster.py).
     """
     window_steps = (args.window_width + STEP - 1) // STEP
     slot, row_index = step * STEP + place, Int32(-1)
@@ -74,7 +74,7 @@ def load_listed_row(config: cutlass.Constexpr, args: Arguments, token: Int32, st
 
 @cute.jit
 def hide_invisible(args: Arguments, visible: Int32, step: Int32, place: Int32, row_index: Int32) -> Int32:
-    """The row index, or -1 if the token must not read it."""
+    """The row index, or -1 if the entry is not visible to the token."""
     slot = (step - (args.window_width + STEP - 1) // STEP) * STEP + place
     if slot >= visible:
         if slot >= 0:
@@ -84,7 +84,7 @@ def hide_invisible(args: Arguments, visible: Int32, step: Int32, place: Int32, r
 
 @cute.jit
 def prefetch_lists(config: cutlass.Constexpr, args: Arguments, thread: Int32) -> None:
-    """Prefetches the first lines of all tokens' lists into L2, before it is known who needs them."""
+    """Prefetches the first lines of all tokens' lists into L2, before the CTA knows its work tiles."""
     for i in cutlass.range_constexpr(2):
         place = thread * 32 + i * 32 * (config.producers * PRODUCER_THREADS - 32)
         if place < (args.num_tokens - 1) * args.window_rows_stride + args.window_width:
@@ -94,12 +94,12 @@ def prefetch_lists(config: cutlass.Constexpr, args: Arguments, thread: Int32) ->
                 ptx.prefetch(args.entry_list, place * 4)
 
 
-# Where they are
+# Addresses of rows
 
 
 @cute.jit
 def table_of_step(config: cutlass.Constexpr, args: Arguments, step: Int32) -> tuple:
-    """Address of the table that a step's rows are in, and the bytes of its page (FP8) or row (bf16)."""
+    """(address of the table that holds a step's rows, bytes of its page (FP8) or row (bf16))."""
     address, page_bytes = args.window, args.window_page_bytes
     if const_expr(config.entries != Entries.NONE):
         if step >= (args.window_width + STEP - 1) // STEP:
@@ -109,7 +109,7 @@ def table_of_step(config: cutlass.Constexpr, args: Arguments, step: Int32) -> tu
 
 @cute.jit
 def row_address(config: cutlass.Constexpr, args: Arguments, step: Int32, row_index: Int32) -> Int64:
-    """Address of a row's channels, HOLE for a hole."""
+    """Address of a row's channels; HOLE for a hole."""
     table, page_bytes = table_of_step(config, args, step)
     address = Int64(ptx.HOLE)
     if row_index >= 0:
@@ -124,7 +124,7 @@ def row_address(config: cutlass.Constexpr, args: Arguments, step: Int32, row_ind
 def scales_address(
     config: cutlass.Constexpr, args: Arguments, step: Int32, row_index: Int32, first: Int32 | int = 0
 ) -> Int64:
-    """Address of a row's scale bytes from one on; of a hole, of another row's."""
+    """Address of a row's scale bytes from byte `first` on; for a hole, the address of row 0's."""
     table, page_bytes = table_of_step(config, args, step)
     existing = row_index
     if row_index < 0:
@@ -134,7 +134,7 @@ def scales_address(
 
 
 def first_byte(config: Configuration, half: Int32, row_lane: Int32) -> Int32:
-    """Where a thread's bytes of this half of the channels begin in a row."""
+    """Offset of a thread's bytes in a row, for this half of the channels."""
     channel_bytes = 1 if config.fp8_rows else 2
     return half * (HALF_GROUPS * GROUP * channel_bytes) + row_lane * 16
 
@@ -148,13 +148,13 @@ def locate_rows(
     first: Int32,
     addresses: cute.Tensor,
 ) -> None:
-    """Addresses of this thread's first bytes of its rows: channel groups are immediate offsets from there."""
+    """Writes the addresses of this thread's first bytes of its rows; channel groups are constant offsets from them."""
     for i in cutlass.range_constexpr(config.rows):
         addresses[i] = row_address(config, args, step, (row_indices + i * config.row_step).load()) + first
 
 
 def row_offset(config: Configuration, i: int) -> int:
-    """Of a thread's row i from its first one in shared memory."""
+    """Offset of a thread's row i from its row 0 in shared memory."""
     row = i * config.row_step
     return row // KEY_TILE * KEY_TILE_BYTES + row % KEY_TILE * ROW_STRIDE
 
@@ -164,7 +164,7 @@ def row_offset(config: Configuration, i: int) -> int:
 
 @cute.jit
 def prefetch_half_row(config: cutlass.Constexpr, args: Arguments, step: Int32, row_index: Int32, half: Int32) -> None:
-    """Prefetches this half of the channels into L2."""
+    """Prefetches this half of a row's channels into L2."""
     address, half_bytes = row_address(config, args, step, row_index), ROW_DATA_BYTES // 2
     for i in cutlass.range_constexpr(3):
         ptx.prefetch(address, half * half_bytes + min(128 * i, half_bytes - 1))
@@ -179,7 +179,7 @@ def load_scales(
     scales: cute.Tensor,
     half: Int32,
 ) -> None:
-    """The four scale bytes of each row for this half of the channels, 0 in holes."""
+    """Loads the four scale bytes of each row for this half of the channels; 0 for holes."""
     for i in cutlass.range_constexpr(config.rows):
         row_index = (row_indices + i * config.row_step).load()
         scales[i] = ptx.load_4_bytes(scales_address(config, args, step, row_index, half * 4), row_index)
@@ -189,7 +189,7 @@ def load_scales(
 def load_group(
     config: cutlass.Constexpr, addresses: cute.Tensor, half: Int32, group: Int32 | int, words: cute.Tensor
 ) -> None:
-    """This thread's e4m3 of a channel group of the rows; nothing of the group that is no e4m3."""
+    """Loads this thread's e4m3 of a channel group of its rows; zeros for the group that is bf16."""
     for i in cutlass.range_constexpr(config.rows):
         row = addresses[i]
         if const_expr(not isinstance(group, int) or group == HALF_GROUPS - 1):
@@ -210,7 +210,7 @@ def store_group(
     words: cute.Tensor,
     scales: cute.Tensor,
 ) -> None:
-    """The loaded e4m3 as bf16 to the rows' places in swizzled blocks."""
+    """Stores the loaded e4m3 as bf16 to the rows in swizzled blocks."""
     for i in cutlass.range_constexpr(config.rows):
         scale = ptx.scale_pair((scales[i] >> (8 * group)) & 0xFF)
         store_16_channels(place, row_offset(config, i), row, row_lane, [words[4 * i + j] for j in range(4)], scale)
@@ -219,7 +219,7 @@ def store_group(
 def store_16_channels(
     place: Int32, offset: int, row: Int32, row_lane: Int32, words: list | tuple, scale: Uint32
 ) -> None:
-    """e4m3 of a row as bf16, `offset` bytes behind a place."""
+    """Stores 16 e4m3 of a row as bf16, `offset` bytes after `place`."""
     for j in range(2):
         low, high = (ptx.dequantise(words[2 * j + k], scale) for k in range(2))
         ptx.store_shared(place + (offset + ((row_lane * 2 + j) ^ (row & 7)) * 16), (*low, *high))
@@ -237,7 +237,7 @@ def copy_group(
     addresses: cute.Tensor,
     offset: Int32 | int,
 ) -> None:
-    """A group's channels that are bf16 already, `offset` bytes behind the first ones; zeros for holes."""
+    """Starts copying a group that is bf16, `offset` bytes after `addresses`; zeros for holes."""
     side_by_side = config.rows
     for i in cutlass.range_constexpr(config.rows):
         for j in cutlass.range_constexpr(ROW_STRIDE // 16 // side_by_side):
@@ -246,18 +246,18 @@ def copy_group(
 
 
 def async_arrivals(config: Configuration, group: int) -> int:
-    """Arrivals at full[group] by completed cp.async: bf16 rows, and the last channels of FP8 rows."""
+    """Arrivals at full[group] by completed cp.async: for bf16 rows, and the last channels of FP8 rows."""
     return PRODUCER_THREADS if group == GROUPS - 1 or not config.fp8_rows else 0
 
 
-# What consumers are told
+# Signals to the consumers
 
 
 @cute.jit
 def publish_group(
     config: cutlass.Constexpr, barrier: cute.Pointer, lane: Int32, half: Int32, group: Int32 | int
 ) -> None:
-    """Tells the consumers that this warp's rows of a group are written, or will be when its copies are complete."""
+    """Signals that this warp's rows of a group are written, or will be when its copies complete."""
     if const_expr(config.fp8_rows):
         cute.arch.fence_view_async_shared()  # generic stores, read by wgmma
         cute.arch.sync_warp()
@@ -278,9 +278,9 @@ def write_row_bits(
     lane: Int32,
     addresses: cute.Tensor,
 ) -> None:
-    """A bit for each of the warp's rows that is no hole; `row_index` is this lane's."""
+    """Writes a bit for each of the warp's rows, 0 for a hole; `row_index` is this lane's."""
     if const_expr(config.fp8_rows):
-        # From the addresses, which needs less registers: of rows side by side, four lanes each know the same.
+        # From the addresses, to save registers; four adjacent lanes have the same rows.
         rows = shared.rows.data_ptr() + warp
         for i in cutlass.range_constexpr(config.rows):
             bits = bits_of_rows(addresses[i] >= 0)
@@ -293,7 +293,7 @@ def write_row_bits(
 
 
 def bits_of_rows(exists: Boolean) -> Uint32:
-    """A bit for each of the warp's eight rows, which four lanes know of."""
+    """A bit for each of the warp's eight rows; four lanes share a row."""
     bits = cute.arch.vote_ballot_sync(exists) & 0x11111111
     bits = (bits | (bits >> 3)) & 0x03030303
     bits = (bits | (bits >> 6)) & 0x000F000F

@@ -1,11 +1,11 @@
-"""Attention on Hopper (sm_90a): which kernel computes a call, and its launch.
+"""Attention on Hopper (sm_90a): the choice of a kernel for a call, and its launch.
 
-    cluster.py      few tokens with few keys: every step of 128 keys has a CTA, those of a token are a cluster
-    persistent.py   all others: CTAs walk over tokens, or splits of their keys, in a loop over steps
-    few_heads/      calls of at most FEW_HEADS heads, whatever else they are
+    cluster.py      few tokens with few keys: every step of 128 keys has a CTA; a token's CTAs are a cluster
+    persistent.py   other calls: CTAs iterate over tokens, or splits of their keys, and over steps
+    few_heads/      calls of at most FEW_HEADS heads
 
-The first two have the same bits (`persistent.py` says why), so the choice may follow the batch and the GPU. The third
-one has bits of its own, in any batch and on any GPU, so the number of heads alone chooses it.
+The first two have the same bits (`persistent.py` says why), so the choice between them may depend on the batch and the
+GPU. The third has bits of its own, the same in any batch and on any GPU, so the number of heads alone chooses it.
 """
 
 import functools
@@ -52,11 +52,11 @@ from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 ARCH = ARCHITECTURES["sm90"]
 MAX_TOKENS = 65535
-"""Of a launch of few_heads/: what the grid has room for."""
+"""Tokens of a launch of few_heads/ at most: the limit of the grid's second dimension."""
 
 
 def configurations() -> tuple[Configuration, ...]:
-    """Everything that a model's layers may need."""
+    """All configurations that a model's layers may need."""
     return tuple(
         Configuration(fp8_rows, entries, split, channel_splits)
         for fp8_rows in (True, False)
@@ -67,7 +67,7 @@ def configurations() -> tuple[Configuration, ...]:
 
 
 def configurations_of_few_heads() -> tuple[FewHeads, ...]:
-    """The same with few heads."""
+    """All configurations of the kernel for few heads."""
     return tuple(FewHeads(fp8_rows, entries) for fp8_rows in (True, False) for entries in Entries)
 
 
@@ -94,9 +94,9 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def num_clusters(device: torch.device) -> tuple[int, ...]:
-    """[n]: clusters of n CTAs that are resident at once.
+    """Clusters that are resident at once, by the number of CTAs of a cluster.
 
-    Of all sizes at the first call, because it loads a kernel, which must not happen while a CUDA graph is captured.
+    The first call queries all sizes, because a query loads a kernel, which is forbidden while a CUDA graph is captured.
     """
     device_info = cutlass.utils.HardwareInfo(device.index or 0)
     return 0, *(device_info.get_max_active_clusters(size) for size in range(1, MAX_CLUSTER + 1))
@@ -105,12 +105,12 @@ def num_clusters(device: torch.device) -> tuple[int, ...]:
 def sparse_attention(problem: Problem) -> None:
     """Writes `problem.out`.
 
-    See `dsv4_kernels.sparse_attention.sparse_attention` for what is computed.
+    See `dsv4_kernels.sparse_attention.sparse_attention` for the definition.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured with `split_keys`, and no such call that needs scratch memory has
-            been made on the device.
-        ValueError: so small a `split_keys` that the KV splits of a token are more than the CTAs.
+        RuntimeError: a CUDA graph is being captured with `split_keys`, and no call that needs scratch memory has been
+            made on the device.
+        ValueError: `split_keys` is so small that a token has more KV splits than there are CTAs.
     """
     if problem.num_heads <= FEW_HEADS:
         _launch_few_heads(problem)
@@ -127,14 +127,14 @@ def sparse_attention(problem: Problem) -> None:
 
 
 def _cluster_size(problem: Problem) -> int:
-    """CTAs of a token if every step has one."""
+    """CTAs of a token with a CTA for every step."""
     return max(1, problem.max_steps)
 
 
 def _channel_splits_of_clusters(problem: Problem) -> int:
-    """Among how many CTAs to divide the channels if every step of every token has one; 0 if these had no room.
+    """Channel splits with a CTA for every step of every token; 0 if these CTAs do not fit on the GPU.
 
-    It has to be two at least: to exchange all channels takes longer than the other kernel needs to combine.
+    At least two: exchanging all channels takes longer than the persistent kernel needs to combine.
     """
     size = _cluster_size(problem)
     if size > MAX_CLUSTER or problem.max_kv_splits > 1:
@@ -145,10 +145,10 @@ def _channel_splits_of_clusters(problem: Problem) -> int:
 
 
 def _divides(problem: Problem) -> bool:
-    """Whether several CTAs may work on a token's keys. If they won't, there is no need for the kernel that can.
+    """Whether several CTAs may share a token's keys, which needs the kernel that combines partial results.
 
     Raises:
-        ValueError: keys beyond what the kernel's divisions of small numbers take.
+        ValueError: the keys exceed the range of the kernel's divisions.
     """
     if problem.split_keys is None:
         return False
@@ -172,10 +172,10 @@ def _check_divisions(problem: Problem) -> None:
 
 
 def _channel_splits(problem: Problem, blocks: int, split: bool) -> int:
-    """Among how many CTAs to divide the channels, of so many tokens and blocks of heads.
+    """Channel splits for `blocks` pairs of a token and a block of heads.
 
-    Every channel split computes the scores again, so dividing the keys comes first: there is room for channel splits if
-    every step has a CTA of its own, or if the steps are too few to divide them.
+    Every channel split computes the scores again, so dividing the keys has priority: channels are divided only if every
+    step has its own CTA, or if there are too few steps to divide.
     """
     if problem.max_steps > 3 and not split:
         return 1
@@ -196,7 +196,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
             "a token. Pass a larger split_keys"
         )
     channel_splits = _channel_splits(problem, num_tokens * head_blocks, split)
-    num_ctas = num_sms // channel_splits * channel_splits  # a CTA keeps its channel split
+    num_ctas = num_sms // channel_splits * channel_splits  # all work tiles of a CTA have one channel split
     whole_tokens = num_tokens * head_blocks * channel_splits  # work tiles if keys are not divided
     ctas_per_token = num_ctas // whole_tokens
     few = ctas_per_token >= MIN_CTAS_PER_TOKEN
@@ -204,7 +204,7 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
     scratch = None
     if split:
         num_bytes = num_sms * SLOTS_PER_CTA * (SLOT_BYTES + ROW_STATS_BYTES)
-        # Two of each token, block of heads and channel split (which few tokens have only), one of all.
+        # Two for each token, block of heads and channel split (only few tokens have several), one for the launch.
         assert 2 * 2 * MAX_SPLIT_TOKENS + 1 <= NUM_COUNTERS
         scratch = Scratch.on(device, num_bytes)
     if not split:
@@ -233,9 +233,9 @@ def _configuration_of_few_heads(problem: Problem) -> FewHeads:
 
 
 def _parts(problem: Problem) -> int:
-    """Among how many CTAs to divide a token's leaves: what takes least, by what was measured of other calls."""
+    """CTAs that divide a token's leaves: the fastest number by the measured MICROSECONDS."""
     tiles = problem.max_steps * TILES_OF_STEP
-    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of any token of this call, however short
+    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of every token of this call, however short
     clusters = num_clusters(problem.q.device)
 
     def by_tiles(n: int) -> bool:

@@ -1,59 +1,59 @@
-"""Attention on Hopper: wgmma over gathered rows, one persistent kernel for decode, speculation and prefill. (Few tokens
-with few keys have another one, cluster.py, with the same bits.)
+"""Attention on Hopper: wgmma over gathered rows, one persistent kernel for decode, speculation and prefill. (Calls of
+few tokens with few keys have another kernel with the same bits, cluster.py.)
 
 A work tile is one query token, one block of 64 heads, one sub-split of its keys and one split of the channels of O. A
-CTA walks over work tiles (tile_scheduler.py); of each it loads Q once and then keys in steps of 128, two key tiles of
-64. The keys of a step are bf16 in shared memory, K (K-major) and V (MN-major) at once, a pipeline stage for each of the
-eight groups of 64 channels.
+CTA iterates over work tiles (tile_scheduler.py). For each it loads Q once, and then keys in steps of 128: two key tiles
+of 64. The keys of a step are bf16 in shared memory and serve as K (K-major) and V (MN-major), with a pipeline stage for
+each of the eight groups of 64 channels.
 
     who             does                                                        waits for
     producer 0, 1   gathers rows: e4m3 -> bf16, st.shared; cp.async             free[group], of its four groups
-    consumer 0, 1   S = Q K^T of its key tile, group by group as they come      full[group], of all eight
-                    the row max over both key tiles, P = 2**(S - row max)       the other one's row max
-                    64 channels of P V at a time, of its half; merged into O    the other one's P
+    consumer 0, 1   S = Q K^T of its key tile, group by group as they arrive    full[group], of all eight
+                    the row max over both key tiles, P = 2**(S - row max)       the other consumer's row max
+                    64 channels of P V at a time, of its half; merged into O    the other consumer's P
 
-Producers and consumers are warpgroups, two of each side by side in the same code: a consumer has the scores of one key
-tile and half of the channels of O, in registers; a producer fills one half of the channels of both key tiles. A group
-is free again when its product is done, which is the last thing that reads it: the scores came before, and the exchange
-of P says so of the other key tile's. Consumer 0 gives its P away when its first product is on its way. So the products
-take turns: while one consumer merges, the other one's runs.
+Producers and consumers are warpgroups, two of each running the same code. A consumer has the scores of one key tile and
+half of the channels of O, in registers; a producer fills one half of the channels of both key tiles. A group is free
+again when its product is done, which is its last reader: the scores came before, and the exchange of P implies that the
+other key tile's scores are done. Consumer 0 publishes its P when its first product is under way. So the products
+alternate: while one consumer merges, the other consumer's product runs.
 
-bf16 rows are only copied, which one producer does for both halves. The registers of a second one hold the other
-consumer's P, which `wgmma` would read from shared memory for every group again, beside keys and copies.
+bf16 rows are only copied, and one producer does that for both halves. The registers of the second producer then hold
+the other consumer's P; otherwise `wgmma` would read P from shared memory again for every group, in addition to keys and
+copies.
 
-Where tokens have a CTA each, little stops between them: Q of the next one is loaded as soon as nobody reads this one's,
-and the epilogue of this one stores O, from where P was, while the first scores of the next one are computed. Both times
-by TMA.
+Where tokens have a CTA each, consecutive tokens overlap: Q of the next token is loaded as soon as the current Q has no
+readers left, and the epilogue stores O from the memory of P during the first scores of the next token. Both use TMA.
 
-Where there are few tokens, several CTAs divide the channels of O (channel splits): each computes all scores, which
-repeats work, but has only its groups of the products, of the output and of what is combined. Groups of other channel
-splits are free after the scores. The registers that O leaves go to a second pair of producers, which take turns with
+Where tokens are few, several CTAs divide the channels of O (channel splits). Each computes all scores, which repeats
+work, but only its own groups of the products, of the output and of the combined columns. Groups of other channel splits
+are free after the scores. The registers that O no longer needs go to a second pair of producers, which alternates with
 the first.
 
-Every step is computed as if it were alone, with its own row max and products that begin at zero. Then it is merged into
-O and the row sums (`softmax.rescale_factors`): O = O * a + (P V) * b in fp32. So it does not matter who computes a
-step, as long as the order of the merges is kept: a token's steps are merged within KV splits, and KV splits with each
-other, and the KV splits follow from the token's own length alone (`split.num_kv_splits`, `split.kv_split_steps`).
-Results are bitwise the same in any batch, on any number of multiprocessors, with `split_keys` for a token that has one
-KV split and without. What may depend on the batch is who does it: if all of them fit on the GPU at once, KV splits are
-divided into sub-splits of a few steps, and the channels into channel splits; if tokens are many, a CTA has whole ones,
-and merges their KV splits by way of a scratch slot of its own. The scores are summed over the channels in one order,
-whatever a CTA's channel split. A sub-split at the beginning of a KV split merges its steps; any other leaves each of
-them as a partial result of its own, because nobody has yet what it would have to be merged into.
+Every step is computed by itself, with its own row max and products that begin at zero. Then it is merged into O and
+the row sums (`softmax.rescale_factors`): O = O * a + (P V) * b in fp32. So any CTA may compute a step, as long as the
+order of the merges is kept: the steps of a token are merged within KV splits, then KV splits with each other, and the
+KV splits follow from the token's own length alone (`split.num_kv_splits`, `split.kv_split_steps`). Results are bitwise
+equal in any batch, on any number of multiprocessors, and with and without `split_keys` for a token that has one KV
+split. Only the assignment of steps to CTAs depends on the batch: if all of them fit on the GPU at once, KV splits are
+divided into sub-splits of a few steps, and the channels into channel splits; if tokens are many, a CTA has whole
+tokens, and merges their KV splits by way of a scratch slot of its own. The scores are summed over the channels in one
+order for every channel split. A sub-split at the beginning of a KV split merges its steps. Later sub-splits export one
+partial result a step; the running (max, sum, O) that they continue is in another CTA.
 
-Lazy rescaling: a row max, in units of log2, only moves when a step's exceeds it by more than RESCALE_LOG2, which is
-rare after a work tile's first step. The row sum is that of P as it is multiplied, in bf16.
+Lazy rescaling: a row max, in units of log2, only moves when the row max of a step exceeds it by more than RESCALE_LOG2,
+which is rare after a work tile's first step. The row sum is the sum of P as it is multiplied, in bf16.
 
-Which work tile is whose is found out by one warp, for one after the other while rows are on their way, and read by all
-in shared memory (`publish_tile`); producers, which are ahead, do so by themselves, but for the first work tile.
+One warp computes which work tile comes next while rows are being loaded, and all warps read it in shared memory
+(`publish_tile`). Producers, which are ahead, compute their work tiles themselves, except the first.
 
 Partial results are fp32, in scratch slots of their CTA. Every CTA of a token then combines some of the columns, one
-iteration later than it wrote its own: nobody waits while there is work. Where only the first sub-split of a token has a
-step more than the others, these combine, and prefetch all partial results but the first one while they wait for it. A
-CTA waits for sub-splits of the same token, whose numbers are below that of the work tile it has just written, and
-before it writes to a slot again for the combine that reads it, which is older still. So the waiting ends, because all
-CTAs are resident at once (one a multiprocessor, and a cooperative launch), and a token's KV splits are no more than the
-CTAs, which `launch.sparse_attention` checks.
+iteration later than it wrote its own, so no CTA waits while it has work. Where only the first sub-split of a token has
+a step more than the others, the others combine, and prefetch all partial results but the first while they wait for it.
+A CTA waits for sub-splits of the same token, whose numbers are below the number of the work tile that it has just
+written; and before it overwrites a slot, for the combine that reads the slot, which is older still. So every wait ends,
+because all CTAs are resident at once (one a multiprocessor, by a cooperative launch), and a token has at most as many
+KV splits as there are CTAs, which `launch.sparse_attention` checks.
 """
 
 import cuda.bindings.driver as cuda
@@ -86,7 +86,7 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 
 @cute.jit
 def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None:
-    """Persistent: the CTAs must all be resident at once."""
+    """Launches the persistent kernel; all CTAs must be resident at once."""
     tma_q = None
     if const_expr(not config.split):
         tma_q = q_and_out.tma_of_q(arguments)
@@ -95,7 +95,7 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, num_ctas: Int32, str
         block=[config.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=1,
-        # CTAs that wait for others' partial results begin together or not yet, whatever else runs on the GPU.
+        # CTAs wait for each other's partial results: they start together, whatever else runs on the GPU.
         cooperative=config.split is not Split.NONE,
         use_pdl=dependent_launch.may_begin_early(cooperative=config.split is not Split.NONE),
     )
@@ -138,13 +138,14 @@ def kernel(config: cutlass.Constexpr, args: Arguments, tma_q: TmaTensor | None, 
 def produce(
     config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, thread: Int32, half: Int32, rank: Int32
 ) -> None:
-    """One producer warpgroup: fills channel groups of a half, each as soon as it is free: all, or every second one from
-    `rank` on. One that is alone fills those of both halves.
+    """One producer warpgroup: fills the channel groups of a half, each as soon as it is free.
 
-    As many threads side by side as a thread has rows share those rows, which are as far apart as they can be, and
-    read a row's bytes of a group together. FP8 rows wait in registers: loads are issued `prefetch_depth` groups before
-    their conversion. Row indices come a step before that: a thread loads one, prefetches its FP8 row into L2 and hands
-    the index to the others of its warpgroup.
+    It fills all groups of the half, or every second group from `rank` on; a single producer fills both halves.
+
+    `config.rows` adjacent threads share `config.rows` rows, which are as far apart as possible, and read a row's bytes
+    of a group together. FP8 rows wait in registers: loads are issued `prefetch_depth` groups before their conversion.
+    Row indices are loaded a step before that: a thread loads one index, prefetches its FP8 row into L2 and passes the
+    index to its warpgroup through shared memory.
     """
     fp8 = config.fp8_rows
     lane, warp = thread % 32, thread // 32
@@ -152,7 +153,7 @@ def produce(
     per_half = config.producers_per_half
     if const_expr(per_half == 1):
         rank = 0
-    # To one that fills both halves, in turns, groups of the second are groups of the first, numbered on.
+    # A producer that fills both halves alternately numbers the second half's groups after the first half's.
     halves = 2 if config.producers == 1 else 1
     row_indices = shared.row_indices.data_ptr() + (rank * 2 + half) * 2 * STEP
     depth = config.prefetch_depth
@@ -163,10 +164,10 @@ def produce(
 
     num_tiles = scheduler.count_work_tiles(config, args, shared)
     index, _, _ = cute.arch.block_idx()
-    # Three steps are under way: the one that is written, the one after it, whose rows are prefetched into L2, and a
-    # leading one, whose row indices are being loaded: there is one while index < num_tiles.
+    # Three steps are under way: the current step is written, the rows of the next step are prefetched into L2, and the
+    # row indices of the leading step are loaded. There is a leading step while index < num_tiles.
     token, leading, end, visible = Int32(0), Int32(0), Int32(0), Int32(0)
-    step, next_step = Int32(-1), Int32(-1)  # if there are such steps
+    step, next_step = Int32(-1), Int32(-1)  # -1: no such step
     row_index, phase = Int32(-1), Int32(1)
     if index < num_tiles:
         work_tile = scheduler.work_tile_at(config, args, shared, index, Int32(0))
@@ -185,16 +186,16 @@ def produce(
             next_step = leading
             row_index = gather.load_row_index(config, args, token, visible, leading, thread)
     while step >= 0:
-        half = cute.arch.make_warp_uniform(half)  # what is computed from it needs no registers meanwhile
+        half = cute.arch.make_warp_uniform(half)  # values derived from it need no registers in between
         full, free = shared.full.data_ptr() + half * HALF_GROUPS, shared.free.data_ptr() + half * HALF_GROUPS
         place = Int32(shared.keys.data_ptr().toint()) + half * HALF_GROUPS * BLOCK_BYTES + row * ROW_STRIDE
         row_indices = shared.row_indices.data_ptr() + (rank * 2 + half) * 2 * STEP
         next_row_indices = row_indices + phase * STEP
-        # The first groups of this step are on their way, and the consumers are busy with the step before.
+        # The first groups of this step are being loaded, and the consumers are busy with the previous step.
         if const_expr(fp8):
             gather.load_scales(config, args, step, row_indices + ((phase ^ 1) * STEP + row), scales, half)
         (next_row_indices + thread).store(row_index)
-        if const_expr(fp8 and config.entries != Entries.NONE):  # of single steps it gains nothing
+        if const_expr(fp8 and config.entries != Entries.NONE):  # no gain for work tiles of a single step
             gather.prefetch_half_row(config, args, next_step, row_index, half)
         sync_producer(rank * 2 + half)
         row_index = Int32(-1)
@@ -223,7 +224,7 @@ def produce(
             if const_expr(fp8 and i + depth < num_groups):
                 coming_group = scheduler.group_at((i + depth) * per_half + rank)
                 gather.load_group(config, address, half, coming_group, words[i % depth])
-        # Only now: within a step the consumers wait for every group, and then nobody waits for a while.
+        # Not earlier: within a step the consumers wait for every group, after it they have work.
         gather.locate_rows(
             config, args, next_step, next_row_indices + row, gather.first_byte(config, half, row_lane), address
         )
@@ -248,7 +249,7 @@ def advance_step(
     end: Int32,
     visible: Int32,
 ) -> tuple:
-    """The step after this one: of the same work tile, or the first of this CTA's next (none if index >= num_tiles)."""
+    """The next step: of the same work tile, or the first of this CTA's next work tile (none if index >= num_tiles)."""
     step += 1
     if step == end:
         ctas, _, _ = cute.arch.grid_dim()

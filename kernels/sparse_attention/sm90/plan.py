@@ -17,7 +17,7 @@ WARP_HEADS = 16
 KEY_TILE = 64
 """Keys of a key tile; a step has two, one for each consumer."""
 GROUP = 64
-"""Channels of a block of shared memory; those with one scale in FP8 rows."""
+"""Channels of a block of shared memory; in FP8 rows they share a scale."""
 GROUPS = DIM // GROUP
 HALF_DIM = DIM // 2
 """Channels of O in one consumer."""
@@ -33,8 +33,9 @@ PRODUCER_THREADS = 128
 
 LOG2_E = 1.4426950408889634
 RESCALE_LOG2 = 8.0
-"""Lazy rescaling: O follows a new row max only if it exceeds the old one by this many powers of two, which weights may
-then be. (They do not begin below one instead, as on Blackwell: what is merged into nothing must stay as it is.)"""
+"""Lazy rescaling: O follows a new row max only if it exceeds the old row max by this many powers of two, so weights may
+reach 2**8. (Unlike on Blackwell, weights do not begin below one: a partial result that is merged into an empty one must
+not change.)"""
 NO_ROW_MAX = -1.0e30
 """Row max of no scores: finite, so that differences of row maxima are never NaN."""
 
@@ -43,9 +44,9 @@ class NamedBarrier(IntEnum):
     """Named barriers of the CTA."""
 
     CONSUMERS = 1
-    """Both consumers wait."""
+    """Both consumers meet."""
     P = 2
-    """And 3: P of this consumer is in shared memory, it has read its keys and may go first; the other one waits."""
+    """And 3: this consumer's P is in shared memory and its keys are read; the other consumer waits for it."""
     PRODUCER = 4
     """And 5 to 7: the row indices of a step are in this producer's shared memory."""
     COMBINE = 8
@@ -57,37 +58,37 @@ class Entries(IntEnum):
 
     NONE = 0
     LIST = 1
-    """By a list of the token (CSA)."""
+    """A list of entry rows per token (CSA)."""
     PAGES = 2
-    """The first ones of the token's request, through a page table (HCA)."""
+    """The first entries of the token's request, through a page table (HCA)."""
 
 
 class Split(IntEnum):
-    """How a token's keys are divided among CTAs."""
+    """The division of a token's keys among CTAs."""
 
     NONE = 0
     KV_SPLITS = 1
-    """By its KV splits, where tokens are many; not at all if that takes no longer."""
+    """By KV splits, for many tokens; tokens stay whole if that takes no longer."""
     SUB_SPLITS = 2
-    """By sub-splits of its KV splits, where tokens are few."""
+    """By sub-splits of KV splits, for few tokens."""
     STEPS = 3
-    """By steps, a CTA each, where tokens and steps are so few that all of them are resident at once (cluster.py)."""
+    """By steps, a CTA each, where tokens and steps are so few that all CTAs are resident at once (cluster.py)."""
 
 
 CHANNEL_SPLITS = {Split.NONE: (1, 2), Split.KV_SPLITS: (1,), Split.SUB_SPLITS: (1, 2, 4), Split.STEPS: (2, 4)}
-"""Among how many CTAs the channels of O may be divided."""
+"""Numbers of CTAs among which the channels of O may be divided."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a compiled kernel is specialised for."""
+    """Compile-time parameters of the kernel."""
 
     fp8_rows: bool
     entries: Entries
     split: Split
     """If several CTAs may work on a token's keys, partial results go through global memory and are combined."""
     channel_splits: int
-    """CTAs that divide the channels of O among them, after each has computed all scores: 1, 2 or 4."""
+    """CTAs that divide the channels of O, after each has computed all scores: 1, 2 or 4."""
 
     @property
     def groups_per_split(self) -> int:
@@ -96,20 +97,20 @@ class Configuration:
 
     @property
     def producers(self) -> int:
-        """Producer warpgroups: one for each half of the channels, or two that take turns, where O leaves room for their
-        registers. To copy bf16 rows one for both halves is enough, unless work tiles are single steps."""
+        """Producer warpgroups: one for each half of the channels, or two that alternate if O leaves enough registers.
+        One for both halves suffices to copy bf16 rows, unless work tiles are single steps."""
         if self.channel_splits > 1:
             return 4
         return 2 if self.fp8_rows or self.entries == Entries.NONE else 1
 
     @property
     def producers_per_half(self) -> int:
-        """Producers that take turns at the channel groups of a half."""
+        """Producers that alternate over the channel groups of a half."""
         return max(self.producers // 2, 1)
 
     @property
     def p_in_registers(self) -> bool:
-        """Whether consumers have registers for the other one's P."""
+        """Whether a consumer has registers for the other consumer's P."""
         return self.producers == 1
 
     @property
@@ -119,61 +120,61 @@ class Configuration:
 
     @property
     def rows(self) -> int:
-        """Rows of a step that a producer's thread has 16 bytes of, in every channel group."""
+        """Rows of a step of which a producer's thread has 16 bytes, in every channel group."""
         return 4 if self.fp8_rows else 8
 
     @property
     def row_step(self) -> int:
-        """From one of them to the next."""
+        """Distance between consecutive rows of a thread."""
         return STEP // self.rows
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return CONSUMER_THREADS + self.producers * PRODUCER_THREADS
 
     def combine_loads(self, single: bool) -> tuple[int, int]:
-        """Partial results, and columns of each, that a thread loads at a time to combine one column or several."""
+        """(partial results, columns of each) that a thread loads at a time, to combine one column or several."""
         if single:
             return {1: 12, 2: 10, 4: 8}[self.channel_splits], 1
         return {1: (5, 4), 2: (5, 3), 4: (5, 2)}[self.channel_splits]
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a consumer's thread and of a producer's; all together no more than a CTA is launched with."""
+        """(registers of a consumer's thread, of a producer's); in total at most what the CTA is launched with."""
         of = {(1, 1): (224, 56), (2, 1): (192, 64), (4, 2): (128, 56), (4, 4): (112, 64)}
         return of[self.producers, self.channel_splits]
 
 
 WHOLE_TOKENS = 1 << 20
-"""Instead of the steps of a sub-split: all KV splits of a token are one work tile."""
+"""Value of `sub_split_steps` that makes all KV splits of a token one work tile."""
 MAX_SUB_SPLIT_STEPS = 3
-"""Where tokens differ in length, KV splits are divided into sub-splits of up to so many steps (or one more), if all of
-a launch fit on the GPU at once."""
+"""Where tokens differ in length, KV splits are divided into sub-splits of up to this many steps (or one more), if all
+sub-splits of a launch fit on the GPU at once."""
 MIN_CTAS_PER_TOKEN = 2
-"""And if there are so many CTAs for every token, block of heads and channel split."""
+"""KV splits are divided only if each token, block of heads and channel split can have this many CTAs."""
 SCRATCH_SLOTS = 3
-"""Partial results that a CTA keeps if it has several work tiles: one being written, one still to be combined, one that
-others may still read."""
+"""Partial results that a CTA keeps if it has several work tiles: one is being written, one is not combined yet, and one
+may still be read by other CTAs."""
 SLOTS_PER_CTA = max(SCRATCH_SLOTS, MAX_SUB_SPLIT_STEPS + 1)
-"""A CTA with a single sub-split may leave one for every step, of which there may be MAX_SUB_SPLIT_STEPS + 1."""
+"""A CTA with a single sub-split may export one for each of its up to MAX_SUB_SPLIT_STEPS + 1 steps."""
 FIRST_SUB_SPLIT = 1 << 16
-"""What a written first sub-split counts for, if the others' partial results are prefetched (combine_prefetched)."""
+"""Increment of the counter by the first sub-split, if other partial results are prefetched (combine_prefetched)."""
 PREFETCH_COLUMNS = 6
-"""Columns that are merged at a time there."""
+"""Columns that `combine_prefetched` merges at a time."""
 PREFETCH_CELLS = (HEADS * DIM * 2 + 2 * KEY_TILE_BYTES + 2 * BLOCK_BYTES) // (CONSUMER_THREADS * 16)
-"""16 bytes of every thread, of a column or of row statistics, for which there is room where Q, keys and P were."""
+"""Columns or row statistics (16 bytes a thread) that fit in the shared memory of Q, keys and P."""
 SLOT_BYTES = HEADS * DIM * 4
 ROW_STATS_BYTES = CONSUMER_THREADS * 16
-"""Row maxima and row sums of a slot, as every thread has them."""
+"""Row maxima and row sums of a scratch slot, two of each per thread."""
 PUBLISHED_TILES = 8
-"""Work tiles of a CTA in shared memory: the next one, the present one, and those whose slots are still needed."""
+"""Work tiles of a CTA in shared memory: the next, the current, and those whose scratch slots are still in use."""
 TILE_WORDS = 8
-"""Int32 of one: a `WorkTile` but for what is the same for all work tiles of a CTA."""
+"""Int32 of a published work tile: the fields of `WorkTile` that differ between work tiles of a CTA."""
 MAX_SPLIT_TOKENS = 2048
 """Tokens of a launch that may divide their keys: `Shared.starts` holds a number for each."""
 MAX_CTAS = 144
-"""Of a launch, as many as a full chip has multiprocessors: `Shared.partials` has room for all that they leave."""
+"""CTAs of a launch, the multiprocessors of a full chip: `Shared.partials` has room for all their partial results."""
 
 
 @cute.struct
@@ -184,22 +185,22 @@ class Shared:
     keys: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * KEY_TILE * DIM], 1024]
     # keys: [key tile][channel group][64 keys x 64 channels], swizzled
     p: cute.struct.Align[cute.struct.MemRange[BFloat16, 2 * HEADS * KEY_TILE], 1024]
-    # p: [consumer][64 heads x 64 keys], swizzled; or 64 channels of O on their way out
+    # p: [consumer][64 heads x 64 keys], swizzled; or 64 channels of O that TMA stores
     rows: cute.struct.MemRange[Uint8, 2 * KEY_TILE // 8]
-    # rows: [key tile], a bit for every key that is no hole
+    # rows: [key tile], a bit for every key that is not a hole
     row_indices: cute.struct.MemRange[Int32, 4 * 2 * STEP]
     # row_indices: [producer][step % 2], -1 for holes
     row_max: cute.struct.MemRange[Float32, 2 * HEADS]
-    # row_max: [consumer], of its key tile
+    # row_max: [consumer], over its key tile
     row_sums: cute.struct.MemRange[Float32, 2 * HEADS]
     sinks: cute.struct.MemRange[Float32, 2 * HEADS]
     # sinks: of all heads
     partials: cute.struct.MemRange[Int32, MAX_CTAS * SLOTS_PER_CTA + 2]
-    # partials: what is to be combined (`combine.list_partials`)
+    # partials: the partial results to combine (`combine.list_partials`)
     starts: cute.struct.MemRange[Int32, MAX_SPLIT_TOKENS + 1]
-    # starts: [token], sub-splits of all tokens before it; unless all tokens have the same number
+    # starts: [token], sub-splits of all tokens before it; unused if all tokens have the same number
     sub_split_steps: cute.struct.MemRange[Int32, 1]
-    # sub_split_steps: of `tile_scheduler.divide_token`
+    # sub_split_steps: argument of `tile_scheduler.divide_token`
     sub_splits_of_all: cute.struct.MemRange[Int32, 1]
     # sub_splits_of_all: sub-splits of every token, 0 if they differ
     num_tiles: cute.struct.MemRange[Int32, 1]
@@ -209,16 +210,16 @@ class Shared:
     prefetches: cute.struct.MemRange[Int32, 1]
     # prefetches: whether partial results are loaded before the token's first one is written
     exit_order: cute.struct.MemRange[Int32, 1]
-    # exit_order: CTAs that were done before this one
+    # exit_order: CTAs that finished before this one
     full: cute.struct.MemRange[Int64, GROUPS]
-    # full, free: [channel group], of both key tiles
+    # full, free: [channel group], for both key tiles
     free: cute.struct.MemRange[Int64, GROUPS]
     q_full: cute.struct.MemRange[Int64, 1]
-    # q_full: Q of a work tile is there
+    # q_full: Q of a work tile is in shared memory
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments of the kernel: addresses (Int64, 0 where absent), sizes and strides in elements unless said."""
+    """Dynamic arguments of the kernel: addresses (Int64, 0 for none), sizes, strides in elements unless named bytes."""
 
     q: Int64
     q_token_stride: Int32
@@ -246,6 +247,6 @@ class Arguments(NamedTuple):
     scale_log2: Float32
     steps_per_kv_split: Int32
     ctas_per_token: Int32
-    """For every block of heads and channel split, too; 0 if they are too few to divide KV splits into sub-splits."""
+    """CTAs of a token for each block of heads and channel split; 0 if too few to divide KV splits into sub-splits."""
     scratch: Int64
     counters: Int64

@@ -1,4 +1,4 @@
-"""Q and O between global and shared memory: TMA tensors, swizzled layouts, and the loads of Q (see persistent.py)."""
+"""TMA tensors of Q and O, and the loads of Q by the persistent kernel (persistent.py)."""
 
 import cutlass
 import cutlass.cute as cute
@@ -24,28 +24,28 @@ from dsv4_kernels.sparse_attention.sm90.tile_scheduler import WorkTile, publishe
 
 
 def rows_of_heads(start: Int64, heads: Int32, tokens: Int32, head_stride: Int32, token_stride: Int32) -> cute.Tensor:
-    """[heads, 512, tokens] bf16 in global memory."""
+    """A tensor [heads, 512, tokens] bf16 in global memory."""
     strides = (cute.assume(head_stride, 8), 1, cute.assume(token_stride, 8))
     pointer = cute.make_ptr(BFloat16, start, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout((heads, DIM, tokens), stride=strides))
 
 
 def tma_of_q(arguments: Arguments) -> TmaTensor:
-    """Loads of 64 heads, 64 channels at a time."""
+    """Q for loads of 64 heads and 64 channels at a time."""
     rows = (arguments.num_heads, arguments.num_tokens, arguments.q_head_stride, arguments.q_token_stride)
     q = rows_of_heads(arguments.q, *rows)
     return TmaTensor(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), q, *box_of_heads(HEADS)))
 
 
 def tma_of_out(arguments: Arguments) -> TmaTensor:
-    """Stores of a warp's rows, 64 channels at a time."""
+    """O for stores of a warp's 16 heads and 64 channels at a time."""
     rows = (arguments.num_heads, arguments.num_tokens, arguments.out_head_stride, arguments.out_token_stride)
     out = rows_of_heads(arguments.out, *rows)
     return TmaTensor(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), out, *box_of_heads(WARP_HEADS)))
 
 
 def box_of_heads(heads: int) -> tuple:
-    """(layout in shared memory, shape) of a box: 64 channels of some heads, swizzled."""
+    """(layout in shared memory, shape) of a box: 64 channels of `heads` heads, swizzled."""
     return cute.tile_to_shape(swizzled_atom(), (heads, GROUP), order=(0, 1)), (heads, GROUP)
 
 
@@ -62,9 +62,9 @@ def load_q(
     index: Int32,
     iteration: Int32,
 ) -> None:
-    """Starts copying Q of a work tile to shared memory, zeros where there are no heads.
+    """Starts copying Q of a work tile to shared memory, with zeros for missing heads.
 
-    One thread, by TMA; where keys are divided, which leaves no registers for that, all consumers by cp.async.
+    One thread copies it by TMA. Where keys are divided, TMA would take too many registers: all consumers use cp.async.
     """
     if const_expr(config.split):
         load_q_rows(args, shared, thread, published_tile(config, shared, iteration))
@@ -82,11 +82,11 @@ def load_q(
 
 @cute.jit
 def load_q_rows(args: Arguments, shared: cutlass.Constexpr, thread: Int32, work_tile: WorkTile) -> None:
-    """The same by cp.async of all consumers, 16 bytes at a time."""
+    """Starts copying Q by cp.async of all consumer threads, 16 bytes at a time."""
     base = Int32(shared.q.data_ptr().toint())
     for i in cutlass.range_constexpr(HEADS * DIM * 2 // 16 // CONSUMER_THREADS):
         row = i * (CONSUMER_THREADS // 64) + thread // 64
-        place = thread % 64  # of 16 bytes in the row
+        place = thread % 64  # unit of 16 bytes in the row
         head = work_tile.head_block * HEADS + row
         num_bytes = Int32(16)
         if head >= args.num_heads:
@@ -99,7 +99,7 @@ def load_q_rows(args: Arguments, shared: cutlass.Constexpr, thread: Int32, work_
 
 @cute.jit
 def wait_for_q(config: cutlass.Constexpr, shared: cutlass.Constexpr, iteration: Int32) -> None:
-    """Until Q of this iteration's work tile is there."""
+    """Waits until Q of this iteration's work tile is in shared memory."""
     if const_expr(config.split):
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()

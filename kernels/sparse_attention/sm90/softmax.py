@@ -1,8 +1,8 @@
 """The consumers' softmax in the Hopper kernels: scores of a step, row max, P; lazy rescaling and LSE merge.
 
 Every step has its own row max, and products that begin at zero. It is then merged into O and the row sums:
-O = O * a + (P V) * b in fp32, with a and b of `rescale_factors`. All merges are this one, whoever does it, so that the
-bits do not depend on who does.
+O = O * a + (P V) * b in fp32, with a and b from `rescale_factors`. Every merge of the kernels has this form, so the
+bits do not depend on which CTA merges.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def multiply(
     a_first: int,
     accumulate: bool,
 ) -> None:
-    """accumulator (+)= a[.., a_first:] @ b by wgmma, not committed yet."""
+    """Issues accumulator (+)= a[.., a_first:] @ b by wgmma, without a commit."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
@@ -100,9 +100,10 @@ def compute_scores(
     scores: cute.Tensor,
     meanwhile: Callable[[int], None] | None = None,
 ) -> tuple:
-    """Scores of a key tile, channel group by group as they come; `meanwhile(i)` is called after every second one.
+    """Computes the scores of a key tile, channel group by group as they arrive; returns the bits of its rows.
 
-    Returns the bits of its rows, which are there with the first group and read before the last scores are done.
+    `meanwhile(i)` is called after every second group. The bits are written before the first group is full, and are read
+    here while the last products run.
     """
     for i, group in enumerate(groups_in_order()):
         cute.arch.mbarrier_wait(full + group, phase)
@@ -121,7 +122,7 @@ def compute_scores(
 
 @cute.jit
 def mask_scores(scores: cute.Tensor, rows: tuple, lane: Int32) -> None:
-    """-inf where the key tile has a hole; `rows` are its 64 bits."""
+    """Sets scores to -inf where the key tile has a hole; `rows` are its 64 bits."""
     low, high = rows
     if (low & high) != 0xFFFFFFFF:
         low, high = low >> (2 * (lane % 4)), high >> (2 * (lane % 4))
@@ -135,7 +136,7 @@ def mask_scores(scores: cute.Tensor, rows: tuple, lane: Int32) -> None:
 
 @cute.jit
 def find_step_max(args: Arguments, scores: cute.Tensor, shared_max: Int32, consumer: Int32, lane: Int32) -> tuple:
-    """Row max of this thread's two rows over both key tiles, in units of log2; NO_ROW_MAX if all keys are holes."""
+    """Row maxima of this thread's two rows over both key tiles, in log2 units; NO_ROW_MAX if all keys are holes."""
     step_max = []
     for i in cutlass.range_constexpr(2):
         largest = scores[2 * i]
@@ -157,9 +158,9 @@ def find_step_max(args: Arguments, scores: cute.Tensor, shared_max: Int32, consu
 def exponentiate(
     args: Arguments, scores: cute.Tensor, step_max: tuple, packed_p: cute.Tensor, step_sum: cute.Tensor
 ) -> None:
-    """P = 2**(s - step_max) in bf16, and its row sums.
+    """Writes P = 2**(s - step_max) in bf16, and its row sums.
 
-    Both at once: the sums are computed while exponentials are waited for.
+    Both in one loop: the sums fill the latency of the exponentials.
     """
     step_sum.fill(0.0)
     for j in cutlass.range_constexpr(KEY_TILE // 8):
@@ -168,7 +169,7 @@ def exponentiate(
             high = ptx.exp2(ptx.fma(scores[4 * j + 2 * i + 1], args.scale_log2, -step_max[i]))
             pair = ptx.pack_bf16(low, high)
             packed_p[2 * j + i] = pair
-            # The sum of what is multiplied: rounding then cancels in O / sum.
+            # The sum of the rounded values that are multiplied: their rounding then cancels in O / sum.
             step_sum[i] = step_sum[i] + (ptx.as_f32(pair << 16) + ptx.as_f32(pair & Uint32(0xFFFF0000)))
 
 
@@ -176,32 +177,32 @@ def exponentiate(
 
 
 def store_p(block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
-    """The warp's 16 rows of an accumulator of 64 columns, as bf16 pairs, to a swizzled block."""
+    """Stores the warp's 16 rows of an accumulator of 64 columns, as bf16 pairs, to a swizzled block."""
     for j, address in enumerate(p_addresses(block, warp, lane)):
         ptx.store_matrices(address, (words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]))
 
 
 def load_p(block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
-    """What the same warp of the other consumer gave `store_p`."""
+    """Loads what the same warp of the other consumer stored by `store_p`."""
     for j, address in enumerate(p_addresses(block, warp, lane)):
         words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3] = ptx.load_matrices(address)
 
 
 def p_addresses(block: Int32, warp: Int32, lane: Int32) -> list[Int32]:
-    """Of this lane's rows of matrices: four each time, of 16 columns."""
+    """Addresses of this lane's matrix rows for `stmatrix` and `ldmatrix` of four matrices, 16 columns each."""
     row = warp * WARP_HEADS + lane % 16
     chunks = [(2 * j + lane // 16) ^ (row & 7) for j in range(KEY_TILE // 16)]
     return [block + row * ROW_STRIDE + chunk * 16 for chunk in chunks]
 
 
-# Lazy rescaling and LSE merge, of two rows
+# Lazy rescaling and LSE merge of a thread's two rows
 
 
 @cute.jit
 def rescale_factors(row_max: cute.Tensor, joining_max: Float32, i: cutlass.Constexpr) -> tuple:
-    """Factors of what is there (relative to row_max[i]) and of what joins it; row_max[i] becomes that of both.
+    """(scale of the old values, relative to row_max[i]; scale of the new values); updates row_max[i] to cover both.
 
-    This and `fma(joining, factor, present * factor)` is the merge, of steps and of partial results.
+    This and `fma(new, scale of new, old * scale of old)` are the merge of steps and of partial results.
     """
     newest = row_max[i]
     if joining_max > newest + RESCALE_LOG2:
@@ -220,7 +221,7 @@ def rescale_out(
     weight: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges a step into the row sums and rescales O for it: `weight` is the factor of what P V yields."""
+    """Merges a step into the row sums, rescales O for it, and writes `weight`, the scale of the step's P V."""
     before = cute.make_rmem_tensor((2,), Float32)
     for i in cutlass.range_constexpr(2):
         before[i], weight[i] = rescale_factors(row_max, step_max[i], i)
@@ -231,7 +232,7 @@ def rescale_out(
 
 
 def clear_partial(row_max: cute.Tensor, row_sum: cute.Tensor, values: cute.Tensor) -> None:
-    """The partial result of no keys."""
+    """Sets a partial result to that of no keys."""
     row_max.fill(NO_ROW_MAX)
     row_sum.fill(0.0)
     values.fill(0.0)
@@ -245,7 +246,7 @@ def merge_partial(
     joining_sum: cute.Tensor | tuple,
     joining_values: cute.Tensor | list,
 ) -> None:
-    """Merges a partial result into the first one."""
+    """Merges a second partial result (`joining_*`) into the first."""
     for k in range(2):
         factors = merge_row_stats(row_max, row_sum, joining_max[k], joining_sum, k)
         merge_values(values, joining_values, factors, k)
@@ -254,14 +255,14 @@ def merge_partial(
 def merge_row_stats(
     row_max: cute.Tensor, row_sum: cute.Tensor, joining_max: Float32, joining_sum: cute.Tensor | tuple, k: int
 ) -> tuple:
-    """Row max and row sum of row k; returns the factors of its values, of those there and of those that join."""
+    """Merges row k's max and sum; returns (scale of the old values, scale of the new ones)."""
     before, weight = rescale_factors(row_max, joining_max, k)
     row_sum[k] = ptx.fma(Float32(joining_sum[k]), weight, row_sum[k] * before)
     return before, weight
 
 
 def merge_values(values: cute.Tensor, joining_values: cute.Tensor | list, factors: tuple, k: int) -> None:
-    """Values of row k."""
+    """Merges the values of row k, with the scales of `merge_row_stats`."""
     before, weight = factors
     for u in range(cute.size(values) // 4):
         for j in range(2):

@@ -1,8 +1,8 @@
-"""The tile scheduler of the Hopper kernels: which keys, heads and channels are whose (see persistent.py).
+"""The tile scheduler of the Hopper kernels: keys, heads and channels of every CTA (persistent.py).
 
-A token's steps are divided into KV splits (split.py), each of which may be divided into sub-splits: a work tile is a
-sub-split, or a whole token, for a block of heads and a channel split. A CTA takes the work tiles whose number, modulo
-the number of CTAs, is its own.
+A token's steps are divided into KV splits (split.py), each of which may be divided into sub-splits. A work tile is a
+sub-split, or a whole token, for a block of heads and a channel split. CTA c of n computes work tiles c, c + n, c + 2n
+and so on.
 """
 
 from typing import NamedTuple
@@ -37,20 +37,20 @@ class WorkTile(NamedTuple):
     end_step: Int32
     channel_split: Int32
     sub_split: Int32
-    """Among all sub-splits of the token."""
+    """Index among all sub-splits of the token."""
     sub_splits: Int32
     begins_kv_split: Boolean
-    """Whether a KV split begins with this sub-split."""
+    """Whether this sub-split is the first of its KV split."""
     visible: Int32
 
 
 class TokenSplits(NamedTuple):
-    """How a token's steps are divided: into `kv_splits` of `sub_splits` each."""
+    """The division of a token's steps into `kv_splits` KV splits of `sub_splits` each."""
 
     steps: Int32
     kv_splits: Int32
     sub_splits: Int32
-    """0 if every step of several KV splits is a sub-split."""
+    """Sub-splits of a KV split; 0 if there are several KV splits and every step is a sub-split."""
     all_sub_splits: Int32
 
 
@@ -60,16 +60,16 @@ class TokenSplits(NamedTuple):
 def work_tile_at(
     config: Configuration, args: Arguments, shared: cutlass.Constexpr, index: Int32, iteration: Int32
 ) -> WorkTile:
-    """A work tile by its number and by this CTA's iteration; of several iterations only where keys are divided.
+    """A work tile: where keys are divided, by this CTA's iteration; otherwise by its number.
 
-    There it was computed once for all: finding out which keys it has takes a warp several hundred cycles.
+    Where keys are divided, one warp has computed it for all: that takes several hundred cycles.
     """
     return published_tile(config, shared, iteration) if config.split else compute_tile(config, args, shared, index)
 
 
 @cute.jit
 def published_tile(config: cutlass.Constexpr, shared: cutlass.Constexpr, iteration: Int32) -> WorkTile:
-    """What `publish_tile` wrote."""
+    """The work tile that `publish_tile` wrote for an iteration."""
     place = shared.tiles.data_ptr() + iteration % PUBLISHED_TILES * TILE_WORDS
     words = [(place + i).load() for i in range(TILE_WORDS)]
     block, _, _ = cute.arch.block_idx()
@@ -82,7 +82,7 @@ def published_tile(config: cutlass.Constexpr, shared: cutlass.Constexpr, iterati
 def publish_tile(
     config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, index: Int32, iteration: Int32, lane: Int32
 ) -> None:
-    """Computes a work tile for all, by one warp; a barrier must follow."""
+    """Computes a work tile and writes it to shared memory, by one warp; a barrier must follow."""
     tile = compute_tile(config, args, shared, index)
     place = shared.tiles.data_ptr() + iteration % PUBLISHED_TILES * TILE_WORDS
     span = (tile.first_step, tile.end_step, tile.sub_split, tile.sub_splits, tile.begins_kv_split)
@@ -93,9 +93,9 @@ def publish_tile(
 
 
 def whole_token_tile(config: Configuration, args: Arguments, index: Int32, steps: Int32) -> WorkTile:
-    """A work tile by its number, as if keys were not divided."""
+    """A work tile by its number, if keys are not divided."""
     token = index // config.channel_splits >> (count_head_blocks(args) - 1)
-    # With a 0 that the compiler knows, it adds up addresses step by step, in registers that there are not.
+    # If the compiler knew that this is 0, it would keep running sums of addresses in registers, which then spill.
     first = ptx.opaque(Int32(0))
     head_block = head_block_of(config, args, index)
     channel_split = channel_split_of(config, index)
@@ -104,7 +104,7 @@ def whole_token_tile(config: Configuration, args: Arguments, index: Int32, steps
 
 @cute.jit
 def compute_tile(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr, index: Int32) -> WorkTile:
-    """A work tile from its number and the schedule."""
+    """A work tile, from its number and the schedule in shared memory."""
     token, head_block, first, _, channel_split, *_ = whole_token_tile(config, args, index, Int32(0))
     sub_split = Int32(0)
     if const_expr(config.split):
@@ -128,7 +128,7 @@ def compute_tile(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Con
 
 @cute.jit
 def token_of_sub_split(args: Arguments, shared: cutlass.Constexpr, sub_split: Int32) -> Int32:
-    """The token of a sub-split by its number in the launch. All lanes of a warp look for the same one."""
+    """The token of a sub-split, from the sub-split's number in the launch; all lanes of a warp search together."""
     starts, lane = shared.starts.data_ptr(), cute.arch.lane_idx()
     token, last, stride = Int32(0), args.num_tokens - 1, (args.num_tokens + 31) // 32
     while stride > 0:
@@ -145,7 +145,7 @@ def token_of_sub_split(args: Arguments, shared: cutlass.Constexpr, sub_split: In
 
 @cute.jit
 def count_work_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.Constexpr) -> Int32:
-    """Of the launch."""
+    """Work tiles of the launch."""
     num_tiles = args.num_tokens * tiles_per_sub_split(config, args)
     if const_expr(config.split):
         num_tiles = shared.num_tiles.data_ptr().load()
@@ -153,17 +153,17 @@ def count_work_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass
 
 
 def tiles_per_sub_split(config: Configuration, args: Arguments) -> Int32:
-    """Work tiles of the same keys: blocks of heads, and channel splits."""
+    """Work tiles with the same keys: blocks of heads times channel splits."""
     return count_head_blocks(args) * config.channel_splits
 
 
 def count_head_blocks(args: Arguments) -> Int32:
-    """1 or 2: there are at most 128 heads."""
+    """Blocks of 64 heads: 1 or 2, because there are at most 128 heads."""
     return (args.num_heads + HEADS - 1) // HEADS
 
 
 def head_block_of(config: Configuration, args: Arguments, index: Int32) -> Int32:
-    """Of a work tile by its number."""
+    """The block of heads of a work tile, by its number."""
     return index // config.channel_splits & (count_head_blocks(args) - 1)
 
 
@@ -171,33 +171,35 @@ def head_block_of(config: Configuration, args: Arguments, index: Int32) -> Int32
 
 
 def channel_split_of(config: Configuration, index: Int32) -> Int32 | int:
-    """Of a work tile by its number; the same for all work tiles of a CTA."""
+    """The channel split of a work tile, by its number; the same for all work tiles of a CTA."""
     return 0 if config.channel_splits == 1 else index % config.channel_splits
 
 
 def rematerialise(config: Configuration, channel_split: Int32 | int) -> Int32 | int:
-    """The same, such that what follows from it is computed where it is used, not kept in registers."""
+    """`channel_split`, opaque to the compiler, so that values derived from it are recomputed, not kept in registers."""
     return 0 if config.channel_splits == 1 else cute.arch.make_warp_uniform(channel_split)
 
 
 def group_at(i: Int32 | int) -> Int32 | int:
-    """The channel group of either half that is the i-th to be filled and read: first the one that is copied
-    asynchronously, the last channels of FP8 rows. The scores are summed in this order, whatever a CTA's channel split.
+    """The channel group of either half that is filled and read as the i-th.
+
+    The first is the group that is copied asynchronously, the last channels of FP8 rows. The scores are summed in this
+    order for every channel split.
     """
     return (HALF_GROUPS - 1 + i) % HALF_GROUPS
 
 
 def groups_in_order() -> list[int]:
-    """All channel groups as they are filled and read: of either half in turns."""
+    """All channel groups in the order in which they are filled and read, alternating between the halves."""
     return [i % 2 * HALF_GROUPS + group_at(i // 2) for i in range(2 * HALF_GROUPS)]
 
 
-# Steps of a token, and how they are divided
+# Steps of a token, and their division
 
 
 @cute.jit
 def visible_entries(config: cutlass.Constexpr, args: Arguments, token: Int32) -> Int32:
-    """Entries that a token may read: of a list, its first slots."""
+    """Entries that a token may read; in a list, its first slots."""
     visible = Int32(0)
     if const_expr(config.entries != Entries.NONE):
         visible = args.num_entries
@@ -208,7 +210,7 @@ def visible_entries(config: cutlass.Constexpr, args: Arguments, token: Int32) ->
 
 @cute.jit
 def count_steps(args: Arguments, visible: Int32) -> Int32:
-    """Steps of a token, at least one: those of its window, then those of its entries."""
+    """Steps of a token, at least one: steps of its window, then of its entries."""
     steps = (args.window_width + STEP - 1) // STEP + (visible + STEP - 1) // STEP
     if steps < 1:
         steps = Int32(1)
@@ -217,30 +219,30 @@ def count_steps(args: Arguments, visible: Int32) -> Int32:
 
 @cute.jit
 def steps_of_token(config: cutlass.Constexpr, args: Arguments, token: Int32) -> Int32:
-    """By its number."""
+    """Steps of a token, by its number."""
     return count_steps(args, visible_entries(config, args, token))
 
 
 @cute.jit
 def steps_of_tile(config: cutlass.Constexpr, args: Arguments, index: Int32) -> Int32:
-    """Of a work tile, if keys are not divided."""
+    """Steps of a work tile, if keys are not divided."""
     return steps_of_token(config, args, whole_token_tile(config, args, index, Int32(0)).token)
 
 
 def count_kv_splits(args: Arguments, steps: Int32) -> Int32:
-    """Of a token with more steps than a KV split may have."""
+    """KV splits of a token that has more steps than a KV split may have."""
     return ptx.divide(steps + args.steps_per_kv_split - 1, args.steps_per_kv_split)
 
 
 def begins_kv_split(steps: Int32, kv_splits: Int32, step: Int32) -> Boolean:
-    """Whether a KV split begins, or the last one ends, with a step of a token that is not its first."""
+    """Whether `step`, above 0, is the first step of a KV split, or the end of the last KV split."""
     kv_split = ptx.divide(step * kv_splits + steps - 1, steps)
     return ptx.divide(kv_split * steps, kv_splits) == step
 
 
 @cute.jit
 def ends_kv_split(args: Arguments, work_tile: WorkTile, step: Int32) -> Boolean:
-    """Whether a KV split ends in front of a step, of a work tile that is a whole token of several KV splits."""
+    """Whether a KV split ends before `step`, in a work tile that is a whole token of several KV splits."""
     ends = Boolean(False)
     if work_tile.end_step - work_tile.first_step > args.steps_per_kv_split:
         ends = begins_kv_split(work_tile.end_step, count_kv_splits(args, work_tile.end_step), step)
@@ -249,11 +251,12 @@ def ends_kv_split(args: Arguments, work_tile: WorkTile, step: Int32) -> Boolean:
 
 @cute.jit
 def divide_token(args: Arguments, steps: Int32, sub_split_steps: Int32) -> TokenSplits:
-    """Of a token with so many steps.
+    """The division of a token of `steps` steps.
 
-    KV splits are divided into sub-splits of `sub_split_steps`, unless they are little longer; or, if it is negative,
-    into as many as a token with -sub_split_steps CTAs can have. They are left whole if it is 0; and so are tokens,
-    whose CTA then merges their KV splits, if it is WHOLE_TOKENS.
+    `sub_split_steps` > 0: KV splits are divided into sub-splits of this many steps, unless they are little longer.
+    `sub_split_steps` < 0: KV splits are divided into as many sub-splits as a token with -sub_split_steps CTAs allows.
+    `sub_split_steps` = 0: KV splits stay whole.
+    `sub_split_steps` = WHOLE_TOKENS: tokens stay whole, and their CTA merges their KV splits.
     """
     kv_splits, shortest, most = Int32(1), steps, -sub_split_steps
     if (steps > args.steps_per_kv_split) & (sub_split_steps != WHOLE_TOKENS):
@@ -266,20 +269,20 @@ def divide_token(args: Arguments, steps: Int32, sub_split_steps: Int32) -> Token
             sub_splits = ptx.divide(shortest + sub_split_steps - 1, sub_split_steps)
     elif most > 1:
         most = ptx.imin(most, shortest)
-        if shortest <= most * SLOTS_PER_CTA + 1:  # every sub-split but a KV split's first leaves all of its steps
+        if shortest <= most * SLOTS_PER_CTA + 1:  # every sub-split but a KV split's first exports all of its steps
             sub_splits = most
     all_sub_splits = kv_splits * sub_splits
     if (kv_splits > 1) & (kv_splits < steps) & (steps <= -sub_split_steps):
-        sub_splits, all_sub_splits = Int32(0), steps  # no KV split of one more step than another holds up all
+        sub_splits, all_sub_splits = Int32(0), steps  # no sub-split is a step longer than another
     return TokenSplits(steps, kv_splits, sub_splits, all_sub_splits)
 
 
 @cute.jit
 def steps_of_sub_split(splits: TokenSplits, sub_split: Int32) -> tuple:
-    """[first, end) of a token's sub-split, and whether a KV split begins with it.
+    """(first step, end, whether it is the first of its KV split) of a token's sub-split.
 
-    A KV split's first sub-splits are the longer. If they are long, the first one has one more: it leaves a single
-    partial result, the others one of every step.
+    The longer sub-splits of a KV split come first. If sub-splits are long, the first has one step more: it exports a
+    single partial result, while the others export one for every step.
     """
     place, sub_splits, begin, end = sub_split, splits.sub_splits, Int32(0), splits.steps
     begins = place == 0
@@ -304,20 +307,20 @@ def steps_of_sub_split(splits: TokenSplits, sub_split: Int32) -> tuple:
 
 @cute.jit
 def count_sub_splits(args: Arguments, steps: Int32, sub_split_steps: Int32) -> Int32:
-    """Of a token with so many steps."""
+    """Sub-splits of a token of `steps` steps."""
     return divide_token(args, steps, sub_split_steps).all_sub_splits
 
 
 @cute.jit
 def sub_splits_of_token(config: cutlass.Constexpr, args: Arguments, token: Int32, sub_split_steps: Int32) -> Int32:
-    """0 beyond the last token."""
+    """Sub-splits of a token by its number; 0 beyond the last token."""
     sub_splits = Int32(0)
     if token < args.num_tokens:
         sub_splits = count_sub_splits(args, steps_of_token(config, args, token), sub_split_steps)
     return sub_splits
 
 
-# The schedule of a launch that divides keys, which every CTA computes
+# The schedule of a launch that divides keys; every CTA computes it
 
 
 @cute.jit
@@ -338,7 +341,7 @@ def schedule_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.C
         sub_splits_of_all = count_sub_splits(args, longest, sub_split_steps)
         rows = args.num_tokens * sub_splits_of_all
         if const_expr(config.split == Split.KV_SPLITS):
-            # Whole tokens, if no CTA has more KV splits then.
+            # Whole tokens, if no CTA gets more KV splits by that.
             ctas, _, _ = cute.arch.grid_dim()
             tokens = args.num_tokens * tiles_per_sub_split(config, args)
             kv_splits = rows * tiles_per_sub_split(config, args)
@@ -359,14 +362,14 @@ def schedule_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.C
 
 @cute.jit
 def choose_sub_split_steps(config: cutlass.Constexpr, args: Arguments, longest: Int32, lane: Int32) -> Int32:
-    """`sub_split_steps` of `divide_token`, such that all sub-splits fit on the GPU at once. By one warp.
+    """`sub_split_steps` of `divide_token` with which all sub-splits fit on the GPU at once; computed by one warp.
 
-    The same number of CTAs for every token, or the shortest sub-splits of equal length, if that is shorter: where some
-    tokens have less steps than others. This looks at the whole batch, and may: results do not depend on it.
+    Either the same number of CTAs for every token, or, if that gives shorter sub-splits, the shortest possible equal
+    length, which helps where tokens differ in steps. This depends on the whole batch; results do not depend on it.
     """
     chosen, each = Int32(0), args.ctas_per_token
     if const_expr(config.split == Split.KV_SPLITS):
-        each = 0  # as it is; what follows is not compiled
+        each = 0  # a compile-time 0 removes the rest
     if each > 0:
         ctas, _, _ = cute.arch.grid_dim()
         room = ptx.divide(ctas, tiles_per_sub_split(config, args))
@@ -374,7 +377,7 @@ def choose_sub_split_steps(config: cutlass.Constexpr, args: Arguments, longest: 
         if total_sub_splits(config, args, lane, -each) <= room:
             chosen = -each
         else:
-            candidate = Int32(MAX_SUB_SPLIT_STEPS)  # some tokens have more KV splits than that
+            candidate = Int32(MAX_SUB_SPLIT_STEPS)  # some tokens have more KV splits than `each`
         while candidate > 0:
             if total_sub_splits(config, args, lane, candidate) <= room:
                 chosen = candidate
@@ -384,7 +387,7 @@ def choose_sub_split_steps(config: cutlass.Constexpr, args: Arguments, longest: 
 
 @cute.jit
 def total_sub_splits(config: cutlass.Constexpr, args: Arguments, lane: Int32, sub_split_steps: Int32) -> Int32:
-    """Of all tokens; by one warp."""
+    """Sub-splits of all tokens; computed by one warp."""
     total, base = Int32(0), Int32(0)
     while base < args.num_tokens:
         total += cute.arch.warp_redux_sync(sub_splits_of_token(config, args, base + lane, sub_split_steps), "add")
@@ -396,7 +399,7 @@ def total_sub_splits(config: cutlass.Constexpr, args: Arguments, lane: Int32, su
 def store_starts(
     config: cutlass.Constexpr, args: Arguments, starts: cute.Pointer, sub_split_steps: Int32, lane: Int32
 ) -> Int32:
-    """starts[t] = sub-splits of the tokens before t, by one warp; returns those of all tokens."""
+    """Writes starts[t] = sub-splits of the tokens before t, by one warp; returns the sub-splits of all tokens."""
     before, base = Int32(0), Int32(0)
     while base < args.num_tokens:
         token = base + lane
@@ -412,7 +415,7 @@ def store_starts(
 
 @cute.jit
 def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
-    """x of the lanes of the warp from the first one to this one."""
+    """The sum of x over the lanes of the warp from lane 0 to this lane."""
     for i in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(x, offset=1 << i, mask_and_clamp=0)
         if lane >= (1 << i):

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops.attention_cases import CASES, INF, NONSENSE, Case, Spec, build, check, reference
+from ops.attention_cases import CASES, INF, NONSENSE, Case, Spec, build
+from ops.attention_check import check, reference
 from ops.random_attention import random_spec
 
 from dsv4_kernels.sparse_attention import sparse_attention

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from ops import attention_launch
-from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
+from ops.attention_cases import CASES, Case, Spec, build
+from ops.attention_check import check, check_surroundings
 from ops.attention_launch import SCHEDULES
 from ops.early_launches import launched_early
 from ops.memory_layout import far_apart

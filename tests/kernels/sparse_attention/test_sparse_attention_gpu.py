@@ -18,7 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings, reference
+from ops.attention_cases import CASES, Case, Spec, build
+from ops.attention_check import check, check_surroundings, reference
 from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec

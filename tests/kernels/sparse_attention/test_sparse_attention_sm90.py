@@ -22,7 +22,8 @@ from unittest import mock
 import pytest
 import torch
 from ops import attention_launch
-from ops.attention_cases import CASES, Case, Spec, build, check, check_surroundings
+from ops.attention_cases import CASES, Case, Spec, build
+from ops.attention_check import check, check_surroundings
 from ops.attention_launch import LONG, SCHEDULES
 from ops.early_launches import launched_early
 from ops.memory_layout import far_apart

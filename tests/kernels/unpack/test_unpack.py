@@ -15,8 +15,9 @@ from ops.number_formats import E4M3, same_bits
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import PAGE_BYTES, PAGE_ROWS, KVRows, RowFormat
+from dsv4_kernels.sparse_attention import unpacking
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
-from dsv4_kernels.unpack import Pages, choice, unpack_pages
+from dsv4_kernels.unpack import Pages, unpack_pages
 
 NAN = float("nan")
 
@@ -311,7 +312,7 @@ def test_what_pays() -> None:
     """Chunks of one request at 32K of context, as measured on an H200 (benchmarks/results)."""
 
     def of_chunk(tokens: int, entries: int, read: int, heads: int = 64) -> bool:
-        return choice.pays(tokens + 127 + entries, tokens * (128 + read), heads)
+        return unpacking.pays(tokens + 127 + entries, tokens * (128 + read), heads)
 
     for heads in (FEW_HEADS + 1, 64, 128):
         assert all(of_chunk(t, 8192, 512, heads) for t in (512, 4096))  # CSA: of 64 heads 28 and 225 us
@@ -322,6 +323,6 @@ def test_what_pays() -> None:
     assert [of_chunk(192, 0, 0, heads) for heads in (40, 64, 65, 128)] == [False, False, True, True]
     # Few heads have a kernel to which FP8 rows are dearer in nothing.
     assert not any(of_chunk(4096, 8192, 512, heads) for heads in range(1, FEW_HEADS + 1))
-    assert [choice.helps(kernel) for kernel in ("ref", "sm90", "sm100")] == [True, True, False]
+    assert [unpacking.helps(kernel) for kernel in ("ref", "sm90", "sm100")] == [True, True, False]
     assert not of_chunk(1, 8192, 512) and not of_chunk(256, 2**17, 512)
     assert of_chunk(4096, 2**18 - 4096 - 127, 1024) and not of_chunk(4096, 2**18 - 4096 - 126, 1024)  # 256 MiB

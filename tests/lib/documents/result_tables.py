@@ -133,6 +133,22 @@ def verify_epilogue() -> str:
     return markdown(("requests", "on, us", "off, us", "built-in, us"), rows())
 
 
+def serve_switches() -> str:
+    """Ratios to the default's of the same turn, the median over turns."""
+    runs = load("serve_switches_h200")["runs"]
+    shown = [
+        [row["variant"].replace("_", " "), row["work"], str(row["requests"]), f"{row['ratio']:.2f}", span(row)]
+        for run in runs
+        for row in run["ratios"]
+    ]
+    return markdown(["variant", "work", "requests", "ratio", "turns"], shown)
+
+
+def span(row: dict[str, float]) -> str:
+    """Least and largest ratio."""
+    return f"{row['least']:.2f} to {row['most']:.2f}"
+
+
 def step_switches() -> str:
     """Launches and busy time of a decode step by `wo_a`'s format and the side stream: the file's last run."""
     rows = load("step_switches_h200")["runs"][-1]["rows"]
@@ -447,6 +463,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefix_simulation": prefix_simulation,
     "sequence_parallel": sequence_parallel,
     "speculation": speculation,
+    "serve_switches": serve_switches,
     "step_switches": step_switches,
     "tiers": tiers,
     "verify_epilogue": verify_epilogue,

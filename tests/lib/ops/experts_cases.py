@@ -69,11 +69,11 @@ def emulated_on(multiprocessors: int, **options: object) -> Iterator[Any]:
     """Enter `emulated` with this number of multiprocessors, which the kernel reads once and caches."""
     from ptx_emulator import emulated
 
-    from dsv4_kernels.sparse_attention.sm100.launch import device_facts
+    from dsv4_kernels.host.arch import hardware_multiprocessors
 
-    device_facts.cache_clear()
+    hardware_multiprocessors.cache_clear()
     try:
         with emulated(multiprocessors=multiprocessors, **options) as device:
             yield device
     finally:
-        device_facts.cache_clear()
+        hardware_multiprocessors.cache_clear()

@@ -1,8 +1,8 @@
-"""Pool, metadata and kernels together, without a model: the same token gives the same bits however it is batched.
+"""Pool, metadata and kernels without a model: a token has the same bits however it is batched.
 
-Regimes: prefill in chunks against one token at a time, mixed batches, verify with rejected drafts, CUDA graphs' two
-halves, padding; both row formats. Correctness against the formulas in float64 without a cache; then NaN in every row
-that may not be read.
+Regimes: prefill in chunks against one token at a time, mixed batches, verify with rejected drafts, the two halves of
+CUDA graphs, padding; both row formats. Results are compared with the formulas in float64 without a cache; every row
+that may not be read is NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sequences() -> Sequences:
 
 @pytest.fixture(scope="module")
 def stepwise(sequences: Sequences) -> dict[tuple[int, int], Tensor]:
-    """Requests 0 and 1, alone, one token at a time: the outputs that all others must repeat to the bit."""
+    """Outputs of requests 0 and 1, alone, one token at a time: all other ways must give these bits."""
     outputs = {}
     for request in (0, 1):
         engine = Engine(SMALL, sequences)
@@ -80,7 +80,7 @@ def test_chunked_prefill_is_bitwise_stepwise(
 def test_mixed_batches_are_bitwise_stepwise(
     sequences: Sequences, stepwise: dict[tuple[int, int], Tensor], padding: int
 ) -> None:
-    """One request prefills while another decodes, with garbage beside them; everything unreadable is NaN throughout."""
+    """One request prefills while another decodes, with padding; all rows that may not be read are NaN throughout."""
     engine, rng = Engine(SMALL, sequences), random.Random(5)
     assert_same(engine.forward(EXTEND, [(0, 130)], padding=padding), stepwise)
     while engine.length.get(1, 0) < 250:
@@ -94,7 +94,7 @@ def test_mixed_batches_are_bitwise_stepwise(
 
 
 def test_verify_is_bitwise_stepwise(sequences: Sequences, stepwise: dict[tuple[int, int], Tensor]) -> None:
-    """Drafted tokens that are accepted give what decode gives; rejected ones leave no trace."""
+    """Accepted drafts have the outputs of decode; rejected drafts change nothing."""
     engine, rng = Engine(speculative(SMALL), sequences), random.Random(2)
     engine.forward(EXTEND, [(0, 126), (1, 3)])
     while engine.length[0] < LENGTH - DRAFTS and engine.length[1] < LENGTH - DRAFTS:
@@ -108,7 +108,7 @@ def test_verify_is_bitwise_stepwise(sequences: Sequences, stepwise: dict[tuple[i
 def test_graph_halves_equal_eager(
     sequences: Sequences, stepwise: dict[tuple[int, int], Tensor], mode: ForwardMode
 ) -> None:
-    """out_graph + in_graph with padding requests, as a replay runs them, and no host reads in the recorded part."""
+    """The out-of-graph and in-graph halves with padding requests, as in a replay; the captured half reads no values."""
     k = 1 if mode is DECODE else DRAFTS
     engine = Engine(speculative(SMALL), sequences)
     engine.backend.init_cuda_graph_state(max_bs=8, max_num_tokens=8 * k)
@@ -118,7 +118,7 @@ def test_graph_halves_equal_eager(
 
 
 class NoHostReads(TorchDispatchMode):
-    """Fails on what a CUDA graph cannot record: reading a value on the host, or a shape that depends on values."""
+    """Fails on operations that a CUDA graph cannot capture: host reads of values, shapes that depend on values."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2")
 
@@ -154,7 +154,7 @@ def test_recorded_part_reads_nothing_on_the_host(sequences: Sequences, k: int) -
 @pytest.mark.parametrize("geometry", [SMALL, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_slot_forgets_its_last_request(geometry: PoolGeometry, length: int) -> None:
-    """A prompt of 1-3 tokens after a long one in the same slot and pages equals one in a new pool, decode included."""
+    """A prompt of 1-3 tokens in the request slot and pages of a long one equals one in a new pool, decode included."""
     sequences, outputs = Sequences(geometry, 12), []
     for used in (False, True):
         engine = Engine(geometry, sequences, slots=2, pages=3, context=1024)
@@ -176,7 +176,7 @@ def test_a_slot_forgets_its_last_request(geometry: PoolGeometry, length: int) ->
 
 @pytest.mark.parametrize("chunk", [1, 64])
 def test_fp8_rows_in_any_chunking(chunk: int) -> None:
-    """Stored rows are rounded, also those that a chunk reads from its own workspace."""
+    """Rows are rounded before they are read, also if a chunk reads them from its own workspace."""
     sequences, outputs = Sequences(FP8, 260), []
     for size in (260, chunk):
         engine, out = Engine(FP8, sequences), {}
@@ -192,7 +192,7 @@ def test_fp8_rows_in_any_chunking(chunk: int) -> None:
 
 @pytest.fixture
 def formats_read(monkeypatch: pytest.MonkeyPatch) -> list[RowFormat]:
-    """Of the window rows of every call of the attention; entries must be as they are."""
+    """Formats of the window rows of every attention call; entries must have the same format."""
     formats, original = [], attention_backend.sparse_attention
 
     def recorded(q: Tensor, window: KVRows, *arguments: object, **options: object) -> Tensor:
@@ -208,11 +208,11 @@ def formats_read(monkeypatch: pytest.MonkeyPatch) -> list[RowFormat]:
 def test_unpacked_rows_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat], padding: int
 ) -> None:
-    """Chunks of requests that begin, continue a prefix, or decode beside others; everything unreadable is NaN."""
+    """Chunks of requests that begin, continue a prefix, or decode in a mixed batch; unreadable rows are NaN."""
     work = [[(0, 260)], [(1, 130), (0, 1), (2, 5)], [(1, 1), (2, 140), (0, 70)], [(0, 1), (1, 200)]]
     sequences, outputs = Sequences(FP8, 340), []
     for unpacks in (False, True):
-        monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
+        monkeypatch.setattr(attention_backend.unpacking, "pays", lambda *sizes, unpacks=unpacks: unpacks)
         engine, out = Engine(FP8, sequences), {}
         formats_read.clear()
         for batch in work:
@@ -229,9 +229,9 @@ def test_unpacked_rows_give_the_same_bits(
 
 
 def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: 150 tokens after 200, and the first 3 of another request, on 2 pages and on 1. Asked once a forward."""
+    """Counted by hand: 150 tokens after 200, and 3 of another request, on 2 pages and on 1; asked once a forward."""
     asked = []
-    monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes: asked.append(sizes) or True)
+    monkeypatch.setattr(attention_backend.unpacking, "pays", lambda *sizes: asked.append(sizes) or True)
     engine = Engine(FP8, Sequences(FP8, 350))
     engine.forward(EXTEND, [(0, 200)])
     asked.clear()
@@ -255,12 +255,12 @@ def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions of the same wrong rows."""
+    """Otherwise SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions over the same wrong rows."""
     outputs, sequences = [], Sequences(FP8, 20)
     loader = f"{__name__}:{off_by_a_factor.__name__}"
     registry.register("unpack_pages", "off", loader, ops.any_device, 100)
     for unpacks, attention in ((False, None), (True, None), (True, "ref")):
-        monkeypatch.setattr(attention_backend.choice, "pays", lambda *sizes, unpacks=unpacks: unpacks)
+        monkeypatch.setattr(attention_backend.unpacking, "pays", lambda *sizes, unpacks=unpacks: unpacks)
         engine = Engine(FP8, sequences)
         engine.backend.attention_impl = attention
         outputs.append(engine.forward(EXTEND, [(0, 20)]))
@@ -272,8 +272,8 @@ def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_large_chunk_unpacks_and_a_small_one_does_not(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
 ) -> None:
-    """With the rule as it is, but for the few heads of this model, whose kernel wants FP8 rows."""
-    monkeypatch.setattr(attention_backend.choice, "FEW_HEADS", 0)
+    """By the real rule, except for the limit on heads: this model has few, whose kernel reads FP8 rows."""
+    monkeypatch.setattr(attention_backend.unpacking, "FEW_HEADS", 0)
     engine = Engine(FP8, Sequences(FP8, 708))
     engine.forward(EXTEND, [(0, 700)])
     assert formats_read == [RowFormat.PLAIN] * 3
@@ -285,7 +285,7 @@ def test_a_kernel_that_unpacking_does_not_help_reads_rows_as_they_are(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
 ) -> None:
     asked = []
-    monkeypatch.setattr(attention_backend.choice, "helps", lambda kernel: asked.append(kernel))
+    monkeypatch.setattr(attention_backend.unpacking, "helps", lambda kernel: asked.append(kernel))
     Engine(FP8, Sequences(FP8, 700)).forward(EXTEND, [(0, 700)])
     assert formats_read == [RowFormat.FP8] * 3 and asked == ["ref"]
 
@@ -299,7 +299,7 @@ def test_idle_forward(sequences: Sequences) -> None:
 
 
 def test_a_prefix_without_its_tail_is_refused(sequences: Sequences) -> None:
-    """A prefix hit that the rings know nothing of must stop, not read another request's rows."""
+    """A prefix hit whose rows are not in the rings must raise, not read another request's rows."""
     engine = Engine(SMALL, sequences)
     engine.forward(EXTEND, [(0, 256)])
     engine.release(0)
@@ -321,9 +321,9 @@ def test_unsupported_forward_modes_are_named(sequences: Sequences) -> None:
 @pytest.mark.parametrize("drafts", [0, DRAFTS], ids=["", "speculative"])
 @pytest.mark.parametrize("geometry", [SMALL, FP8], ids=["plain", "fp8"])
 def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts: int) -> None:
-    """Rings at position 256, copied as whole runs of rows, restore a request in another slot: it continues to the bit.
+    """Rows copied from the rings at position 256 restore a request in another request slot, which continues bitwise.
 
-    This is what a tail checkpoint keeps: W window rows a layer and, for CSA, 4 raw rows of either compressor.
+    A tail keeps the same rows: W window rows a layer and, for CSA, 4 raw rows of either compressor.
     """
     geometry = PoolGeometry(**{**vars(geometry), "draft_tokens": drafts})
     sequences, g = Sequences(geometry, 270), geometry
@@ -344,7 +344,7 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
     expected = engine.forward(EXTEND, [(0, 14)])
     table = engine.req_to_token[engine.slot[0]].clone()
     pages, engine.pages[0] = engine.pages[0][:1], engine.pages[0][1:]
-    engine.free_slots.insert(0, engine.slot.pop(0))  # not the next to be given out
+    engine.free_slots.insert(0, engine.slot.pop(0))  # so that it is not the next one to be allocated
     engine.free_pages.extend(engine.pages.pop(0))
     del engine.length[0]
 
@@ -354,7 +354,7 @@ def test_tail_at_a_page_boundary_is_a_plain_copy(geometry: PoolGeometry, drafts:
     engine.pool.ring_generation[engine.slot[0]] = engine.generation[engine.slot[0]]
     poison_unreadable(engine)
     at = snapshot_rows(engine, 0, 256)
-    for layer in g.layers():  # even the rows that poison_unreadable would have kept for this slot hold nothing yet
+    for layer in g.layers():  # rows that poison_unreadable keeps for this request slot are not restored yet, either
         tail, *states = saved[layer]
         rows = torch.arange(g.window_tokens)
         engine.pool.window(layer).copy_rows(at["window"].start + rows, tail, rows)

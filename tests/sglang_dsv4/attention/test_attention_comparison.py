@@ -1,4 +1,4 @@
-"""A served model whose attentions are computed twice: what is written, and that serving goes on with the kernel's."""
+"""A served model that computes attention twice: the file, and that the server continues with the kernel's result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def off_by_a_little(*arguments: object, **options: object) -> torch.Tensor:
 
 
 def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_path: Path) -> None:
-    """A kernel that is off by a factor: the output projection is linear, so the sublayer is off by as much."""
+    """A kernel that is wrong by a factor: the output projection is linear, so the sublayer is wrong by as much."""
     served, file = serve("flash-like"), tmp_path / "distances"
     harness, tokens = served.harness, served.corpus[0][:40]
     plain = harness.run(tokens, decode_from=37)
@@ -38,7 +38,7 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
         finally:
             end()
     assert torch.equal(compared, kernels) and not torch.equal(kernels, plain)
-    assert torch.equal(harness.run(tokens, decode_from=37), plain)  # nothing is left behind
+    assert torch.equal(harness.run(tokens, decode_from=37), plain)  # the comparison is removed completely
 
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     layers = len(harness.model.model.layers)
@@ -54,7 +54,7 @@ def test_distances_of_every_layer_and_token(serve: Callable[..., Served], tmp_pa
 def test_the_plugin_installs_it(serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the reference is compared with itself."""
     monkeypatch.setenv(attention_comparison.FILE_VARIABLE, str(tmp_path / "distances"))
-    served = serve("flash-like", server_args={"random_seed": 7})  # not one that another test has built
+    served = serve("flash-like", server_args={"random_seed": 7})  # a model that no other test has built
     served.harness.run(served.corpus[0][:5])
     lines = [json.loads(line) for line in (tmp_path / "distances").read_text().splitlines()]
     assert len(lines) == len(served.harness.model.model.layers)

@@ -1,4 +1,4 @@
-"""Which attention a model gets, how the backend calls it, and its compilation ahead; the kernel is a stand-in."""
+"""Choice of the attention's implementation, the backend's calls, and the first calls; the kernel is a stand-in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stand_in(*arguments: object, **options: object) -> torch.Tensor:
 
 @pytest.fixture
 def kernel(own_registry: None) -> list[Problem]:
-    """A "kernel" for the CPU in bf16."""
+    """Register a stand-in kernel for the CPU in bf16; the list gets its calls."""
     calls.clear()
     registry.register(
         "sparse_attention", "stand_in", f"{__name__}:stand_in", lambda d, t: t == torch.bfloat16, 100, graph_safe=True
@@ -82,7 +82,7 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
 def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     kernel: list[Problem], heads: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever there is in a batch, its kernel was called ahead."""
+    """For every batch, the kernel that it runs has been called before."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
@@ -165,7 +165,7 @@ def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: p
 
 
 def test_the_backend_splits_decode_and_not_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And cuts the indexer's lists by what is visible; a verified draft is divided as decode is."""
+    """It also limits the indexer's lists to visible entries; keys of a verify step are split as in decode."""
     seen: list[SimpleNamespace] = []
     original = attention_backend.sparse_attention
 

@@ -67,7 +67,7 @@ def test_draft_extend_runs_on_the_draft_runner() -> None:
 
 
 def test_a_chain_of_drafts_needs_no_mask_over_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang would write one of batch times context cells in every step, where the host does not know the lengths."""
+    """SGLang would write a mask of batch x context elements in each step whose lengths the host does not know."""
     engine, built = Engine(DRAFT, Sequences(DRAFT, 8)), []
     monkeypatch.setattr(
         eagle_worker_common, "build_tree_kernel_efficient", lambda *args, **options: built.append(args) or [None] * 6
@@ -92,7 +92,7 @@ def test_a_chain_of_drafts_needs_no_mask_over_the_context(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])
 def test_a_prefix_without_window_rows(is_draft: bool) -> None:
-    """Neither must go on: it would read another request's."""
+    """Neither may continue: it would read another request's rows."""
     engine = Engine(DRAFT, Sequences(DRAFT, 320))
     engine.forward(ForwardMode.EXTEND, [(0, 300), (1, 300)])
     engine.pool.is_draft = is_draft
@@ -103,13 +103,13 @@ def test_a_prefix_without_window_rows(is_draft: bool) -> None:
 
 
 def test_another_pool_is_refused() -> None:
-    """SGLang goes on when a plugin's hook fails; with its own pool our backend must not."""
+    """SGLang continues if a plugin's hook fails; our backend must not, with SGLang's pool."""
     with pytest.raises(TypeError, match=r"needs sglang-dsv4's KV pool, found .*SimpleNamespace: is the"):
         Dsv4AttentionBackend(SimpleNamespace(token_to_kv_pool=SimpleNamespace()))
 
 
 def test_whole_prefixes_need_checkpoints() -> None:
-    """SGLang's metrics would end a server that has the flag and no host memory."""
+    """SGLang's metrics would end a server that has the flag and no host pool."""
     pool = SimpleNamespace(ledger=None, tail_memory=None)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)

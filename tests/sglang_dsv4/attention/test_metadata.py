@@ -1,7 +1,8 @@
-"""Which rows every token reads and writes, against a model that knows only requests and positions.
+"""Rows that every token reads and writes, compared with a simulation that knows only requests and positions.
 
 The grids cover: chunk edges inside and at the ends of CSA groups (4), windows and HCA groups (128) and pages (256);
-prompts of 1-3 tokens after a long one in the same slot; decode across all boundaries; verify with rejected drafts;
+prompts of 1-3 tokens after a long one in the same request slot; decode across all boundaries; verify with rejected
+drafts;
 padding; idle.
 """
 
@@ -66,7 +67,7 @@ def test_short_prompt_after_a_long_one_in_the_same_slot(geometry: PoolGeometry, 
 
 @GEOMETRIES
 def test_mixed_batches_that_start_and_stop(geometry: PoolGeometry) -> None:
-    """Random service: prefill chunks and decoding requests in one batch, ends, reuse of slots and pages, padding."""
+    """Random batches: prefill chunks with decoding requests, ends, reuse of request slots and pages, padding."""
     rng = random.Random(7)
     sim, fresh, todo = Simulation(geometry, slots=8, pages=40, seed=3), 0, {}
     for _ in range(120):
@@ -95,7 +96,7 @@ def test_mixed_batches_that_start_and_stop(geometry: PoolGeometry) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 9, 10])
 def test_verify_with_rejected_drafts(k: int) -> None:
-    """Rolling back over a closed group must find its raw rows again, and close it anew."""
+    """A rollback over a closed group must find the group's raw rows again, and close it again."""
     rng = random.Random(k)
     sim = Simulation(PoolGeometry(ratios=(0, 4, 128), draft_tokens=k))
     sim.extend([(0, 3), (1, 120), (2, 253)])
@@ -107,7 +108,7 @@ def test_verify_with_rejected_drafts(k: int) -> None:
 
 
 def test_ring_sizes() -> None:
-    """Two tokens a step still fit CSA and HCA states of one group (pair); ten fit 16 rows."""
+    """Two tokens a step still fit the rows that CSA and HCA need for one token; ten fit 16 rows."""
     sizes = {k: PoolGeometry(ratios=(0, 4, 128), draft_tokens=k) for k in (0, 1, 2, 3, 10, 11)}
     assert {k: g.ring_rows for k, g in sizes.items()} == {0: 128, 1: 128, 2: 256, 3: 256, 10: 256, 11: 256}
     assert {k: g.state_rows(4) for k, g in sizes.items()} == {0: 8, 1: 8, 2: 8, 3: 16, 10: 16, 11: 32}
@@ -127,7 +128,7 @@ def test_idle_and_padding_only(geometry: PoolGeometry) -> None:
         assert all(plan.slots.numel() == 0 for plan in meta.compress.values())
         assert meta.token_to_request.tolist() == [0] * padding
         assert meta.page_table.shape[0] == (1 if padding else 0)
-        # A padding token sees its own workspace row only.
+        # A padding token reads its own workspace row only.
         assert meta.window_rows[:, :-1].eq(-1).all()
         assert meta.window_rows[:, -1].tolist() == list(range(padding))
 
@@ -147,7 +148,7 @@ def test_more_tokens_than_the_rings_hold_are_refused() -> None:
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_uniform_shapes_depend_on_the_batch_size_alone(k: int) -> None:
-    """That the values are not read at all is tested where a graph's part is (test_attention_backend.py)."""
+    """test_attention_backend.py tests that a graph's half reads no values."""
     table = torch.arange(8 * 4096, dtype=torch.int32).view(8, 4096)
     for first in (torch.ones(5, dtype=torch.int64), torch.tensor([0, 3, 127, 255, 3000])):
         meta = uniform_metadata(first, torch.arange(5), k, table, 16, SPECULATIVE, 8)
@@ -158,7 +159,7 @@ def test_uniform_shapes_depend_on_the_batch_size_alone(k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_preparing_a_prefill_does_not_wait_for_the_gpu() -> None:
-    """PyTorch raises at whatever would: the scheduler prepares a chunk while the one before it runs."""
+    """PyTorch raises at a synchronisation: the scheduler prepares a chunk while the chunk before it runs."""
     geometry = PoolGeometry(ratios=(0, 4, 128), row_dim=512, row_format=RowFormat.FP8, dtype=torch.bfloat16)
     slots = torch.tensor([1, 2], device="cuda")
     table = torch.arange(3 * 4096, dtype=torch.int32, device="cuda").view(3, 4096)

@@ -1,8 +1,8 @@
-"""What is prepared for a forward, eager or replayed, never waits for the device: with no GPU, by marks on tensors.
+"""Preparing a forward, eager or replayed, never waits for the device; tested without a GPU, by marked tensors.
 
-Tensors that lie on a GPU in a server are marked here, and so is all that is computed from them. Reading one on the
-host, a shape that depends on its values, or a copy that is not asynchronous fails. What is planted is noticed, each.
-(On a GPU `torch.cuda.set_sync_debug_mode` says the same: `test_metadata.py`.)
+Tensors that are on the GPU in a server are marked, and so are all tensors computed from them. A host read of a marked
+tensor, a shape that depends on its values, or a synchronous copy fails the test. Planted waits are each noticed.
+(On a GPU `torch.cuda.set_sync_debug_mode` tests the same: `test_metadata.py`.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_dsv4.cache.tail_options import TailSizes
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 VERIFY, DRAFT_EXTEND = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2
 DRAFTS = 3
-"""Tokens of a request in a verify step, and in a draft's extend step."""
+"""Tokens a request in a verify step and in a draft's extend step."""
 GEOMETRY = PoolGeometry(
     ratios=(0, 4, 128), row_dim=16, rope_dim=4, index_dim=8, dtype=torch.float32, draft_tokens=DRAFTS
 )
@@ -35,7 +35,7 @@ PADDED = 3
 
 
 def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`to_device`, whose ways are its own; what it returns is on the device."""
+    """`to_device`, which may copy; its result is marked as on the device."""
 
     def wrapper(*arguments: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -48,14 +48,14 @@ def marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Prepared:
-    """A backend with tail checkpoints whose tensors of the device are marked."""
+    """A backend with tails, whose device tensors are marked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = Engine(GEOMETRY, Sequences(GEOMETRY, 8), tails=TailSizes(device_slots=6, host_slots=2))
         self.backend = self.engine.backend
         self.backend.req_to_token = self.engine.req_to_token.as_subclass(OnDevice)
         self.backend.init_cuda_graph_state(max_bs=PADDED, max_num_tokens=PADDED * DRAFTS)
-        self.lengths = torch.ones(PADDED, dtype=torch.int64).as_subclass(OnDevice)  # a runner's buffers
+        self.lengths = torch.ones(PADDED, dtype=torch.int64).as_subclass(OnDevice)  # the runner's buffers
         self.slots = torch.zeros(PADDED, dtype=torch.int64).as_subclass(OnDevice)
         monkeypatch.setattr(metadata, "arrays_to_device", marked(metadata.arrays_to_device))
         monkeypatch.setattr(tail_memory, "to_device", marked(tail_memory.to_device))
@@ -71,11 +71,11 @@ class Prepared:
             self.engine.length[request] += count
 
     def eager(self, mode: ForwardMode, work: list[tuple[int, int]]) -> NoWaiting:
-        """All that happens before and between the layers, but for what the kernels compute."""
+        """Everything that runs before and between the layers, except the kernels."""
         batch, backend = self.batch(mode, work), self.backend
         here = backend.device
         with NoWaiting() as waiting:
-            backend.device = SimpleNamespace(type="cuda")  # which takes the lengths from the host
+            backend.device = SimpleNamespace(type="cuda")  # then it reads the lengths on the host
             try:
                 backend.init_forward_metadata(batch)
             finally:
@@ -90,7 +90,7 @@ class Prepared:
         return waiting
 
     def capture(self, mode: ForwardMode) -> SimpleNamespace:
-        """A graph of `PADDED` requests, over the runner's buffers; what it is captured with."""
+        """Capture a graph of `PADDED` requests over the runner's buffers."""
         batch = SimpleNamespace(
             forward_mode=mode,
             batch_size=PADDED,
@@ -102,7 +102,7 @@ class Prepared:
         return batch
 
     def view(self, mode: ForwardMode, work: list[tuple[int, int]]) -> SimpleNamespace:
-        """Of a replay: the buffers, filled by the runner."""
+        """A replay: the runner fills the buffers."""
         batch, count = self.engine.batch(mode, work), len(work)
         self.lengths.fill_(1)
         self.slots.zero_()
@@ -124,13 +124,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
 
 
 def test_a_prefill_is_prepared_without_waiting(prepared: Prepared) -> None:
-    """Cold chunks that leave checkpoints, and chunks that continue them."""
+    """Chunks without a prefix that keep tails, and chunks that continue from them."""
     assert prepared.eager(EXTEND, [(0, 700), (1, 130)]).launched
     prepared.eager(EXTEND, [(0, 300), (2, 3)])
 
 
 def test_a_decode_step_is_prepared_without_waiting(prepared: Prepared) -> None:
-    """Across a page boundary, where a ring is saved."""
+    """Across a page boundary, where a ring is copied into a tail."""
     prepared.eager(EXTEND, [(0, 255), (1, 100)])
     for _ in range(3):
         prepared.eager(DECODE, [(0, 1), (1, 1)])
@@ -139,8 +139,8 @@ def test_a_decode_step_is_prepared_without_waiting(prepared: Prepared) -> None:
 @pytest.mark.parametrize("own_tensors", [False, True], ids=["view", "own tensors"])
 @pytest.mark.parametrize("mode", [DECODE, VERIFY, DRAFT_EXTEND], ids=lambda mode: mode.name.lower())
 def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared, mode: ForwardMode, own_tensors: bool) -> None:
-    """Its graph reads the runner's buffers, also where the runner hands over the batch's own tensors, as EAGLE's draft
-    runner does where no padding is needed. (What saves a ring moves the pool's own bytes, which are not marked.)"""
+    """The graph reads the runner's buffers, also if the runner passes the batch's own tensors, as EAGLE's draft runner
+    does where no padding is needed. (Copies of rings move the pool's bytes, which are not marked.)"""
     prepared.eager(EXTEND, [(0, 250), (1, 100)])
     captured = prepared.capture(mode)
     new = 1 if mode is DECODE else DRAFTS
@@ -158,7 +158,7 @@ def test_a_replay_launches_nothing_before_its_graph(prepared: Prepared, mode: Fo
 
 
 def eager_metadata(prepared: Prepared, mode: ForwardMode, work: list[tuple[int, int]]) -> ForwardMetadata:
-    """Of the same step, padded, computed from tensors of its own."""
+    """Metadata of the same step, padded, computed from separate tensors."""
     batch = prepared.engine.batch(mode, work)
     padding = PADDED - len(work)
     batch.seq_lens = torch.cat((batch.seq_lens, torch.ones(padding, dtype=torch.int64)))
@@ -201,10 +201,13 @@ PLANTED = {
 def test_what_waits_is_noticed(
     prepared: Prepared, mode: ForwardMode, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted where page numbers are looked up: in a prefill's preparation and in a decode step's."""
+    """Waits planted in the lookup of page numbers, in a prefill and in a decode step."""
     prepared.eager(EXTEND, [(0, 100)])
     name = "page_table_of" if mode is EXTEND else "step_mapping"
-    original, place = getattr(metadata, name), 1 if mode is EXTEND else 0  # of the argument with a number a request
+    original, place = (
+        getattr(metadata, name),
+        1 if mode is EXTEND else 0,
+    )  # index of the argument with one number a request
 
     def planted(*arguments: Any, **options: Any) -> Any:
         PLANTED[fault](arguments[place])

@@ -1,4 +1,4 @@
-"""Which drafts a CPU keeps, and what it draws behind them: the target's distribution, whatever the draft's is."""
+"""Draft acceptance on a CPU: accepted and drawn tokens have the target's distribution, whatever the draft's is."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sglang_dsv4.cpu.speculation import accept_block, chain_of
 
 VOCAB, DRAFTS, DRAWS = 6, 2, 20_000
 CHI_SQUARE = 20.5
-"""What 1 in 1,000 exceeds, of VOCAB - 1 degrees of freedom."""
+"""The 0.999 quantile of chi-square with VOCAB - 1 degrees of freedom."""
 
 
 def distributions(seed: int) -> Tensor:
-    """Rows of two drafts and the one behind them, [3, VOCAB]; a token is drawn from none of the first."""
+    """Distributions of two drafts and of the token after them, [3, VOCAB]; one token has probability 0 in the first."""
     rows = torch.rand(DRAFTS + 1, VOCAB, generator=torch.Generator().manual_seed(seed)) ** 2
     rows[0, 2] = 0
     return rows / rows.sum(-1, keepdim=True)
 
 
 def drawn(target: Tensor, draft: Tensor, seed: int) -> Tensor:
-    """Tokens [DRAWS, 3] that a block gives: -1 behind the first that was drawn by the target."""
+    """The tokens [DRAWS, 3] of each block, -1 after the first one that the target drew."""
     generator = torch.Generator().manual_seed(seed)
     drafts = torch.stack([torch.multinomial(q, DRAWS, True, generator=generator) for q in draft], 1)
     candidates = torch.cat([torch.zeros(DRAWS, 1, dtype=torch.int64), drafts], 1)
@@ -55,7 +55,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("draft", ["its own", "like it", "another", "one token"])
 def test_sampled_blocks_follow_the_target(draft: str) -> None:
-    """Each of the three tokens, where those before it were kept."""
+    """Each of the three tokens, in blocks whose earlier drafts were accepted."""
     target = distributions(1)
     other = distributions(2)
     guesses = {
@@ -77,8 +77,8 @@ def test_sampled_blocks_follow_the_target(draft: str) -> None:
         assert len(last) == DRAWS  # min(1, p / q) is 1
 
 
-def test_a_draw_without_the_draft_taken_off_is_noticed() -> None:
-    """Behind a refused draft p itself would give its token too often."""
+def test_a_draw_from_p_after_a_refused_draft_is_noticed() -> None:
+    """After a refused draft the token must come from max(0, p - q): p itself gives the refused token too often."""
     target = distributions(1)
     likely = int(target[0].argmax())
     found = drawn(target, torch.eye(VOCAB)[[likely, 1]], seed=3)

@@ -42,7 +42,7 @@ def test_off_leaves_python_as_it_was() -> None:
 
 
 def test_off_says_that_the_built_in_needs_a_gpu() -> None:
-    """It said "No module named 'triton'" and no more."""
+    """Before, the error was "No module named 'triton'" only."""
     done = run_python("import sglang.srt.server_args", SGLANG_DSV4="off")
     if done.returncode == 0:
         pytest.skip("Triton is installed here: SGLang can be imported without us")
@@ -56,8 +56,8 @@ def test_off_says_that_the_built_in_needs_a_gpu() -> None:
 
 
 def test_a_missing_entry_point_is_named_where_sglang_is_started() -> None:
-    """SGLang said "No accelerator ... or platform plugin", and nobody named this package."""
-    look = "import importlib.util as u; u.find_spec('sglang'); u.find_spec('sglang')"  # as an import does, in less time
+    """SGLang reports "No accelerator ... or platform plugin", and does not name this package."""
+    look = "import importlib.util as u; u.find_spec('sglang'); u.find_spec('sglang')"  # in less time than an import
     hide = "import importlib.metadata as m; m.entry_points = lambda **_: m.EntryPoints(())\n"
     lines = run_python(hide + look).stderr.splitlines()
     named = [line for line in lines if line.startswith("sglang-dsv4: SGLang will not find this package")]
@@ -85,7 +85,7 @@ def test_variables_that_keep_sglang_from_loading_us(
 
 
 def test_the_entry_points_are_those_of_the_package() -> None:
-    """`pyproject.toml` declares them; the names in `shims` are what is looked for."""
+    """The names that `shims` looks for are those that `pyproject.toml` declares."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert {group: set(names) for group, names in declared.items()} == {
         group: {name} for group, name in shims.ENTRY_POINTS.items()
@@ -100,7 +100,7 @@ def test_shims_install_and_remove(
     assert shims.main(["install"]) == 0 and path.read_text().startswith("import ")
     assert shims.main(["status"]) == 0 and "shims installed" in capsys.readouterr().out
     assert shims.main(["remove"]) == 0 and not path.exists()
-    assert shims.main(["remove"]) == 0  # twice is no error
+    assert shims.main(["remove"]) == 0  # removing it twice is no error
     assert shims.main(["nonsense"]) == 2
 
 

@@ -1,11 +1,7 @@
-"""What `--enable-deterministic-inference` makes of a server: which operators it takes, which it refuses by name, which
-requests get a 400, and how ranks are summed."""
+"""`--enable-deterministic-inference`: operators that are accepted or refused by name, requests that get a 400."""
 
 from __future__ import annotations
 
-import ast
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +12,9 @@ from torch import nn
 
 from dsv4_kernels import registry
 from dsv4_kernels.ops import MODEL_DTYPES, forward_ops
-from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.attention.metadata import ForwardMetadata
 from sglang_dsv4.determinism import checks, refused_requests, sglang_operators
 from sglang_dsv4.determinism import flag as determinism_flag
-from sglang_dsv4.layers import rank_sum
-from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
 from sglang_dsv4.seam import compat, live
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return of_generation
 
 
-# ---- ours
+# ---- our operators
 
 
 @pytest.mark.usefixtures("required")
@@ -73,7 +66,7 @@ def test_hopper_and_blackwell_have_all_operators(gpu: Callable[[int], None], maj
     ],
     ids=["ampere", "fp32", "head_dim"],
 )
-def test_what_a_gpu_has_not_is_named(
+def test_a_missing_operator_is_named(
     gpu: Callable[[int], None], major: int, dtype: torch.dtype, head_dim: int, named: list[str]
 ) -> None:
     gpu(major)
@@ -85,7 +78,7 @@ def test_what_a_gpu_has_not_is_named(
 
 
 @pytest.mark.usefixtures("required")
-def test_by_name_there_is_no_other_either(gpu: Callable[[int], None]) -> None:
+def test_an_implementation_that_is_not_batch_invariant_is_refused_by_name_too(gpu: Callable[[int], None]) -> None:
     gpu(9)
     with pytest.raises(NotImplementedError, match=r"'linear_fp32' has no batch-invariant .* the batch in 'cublas'"):
         registry.chosen("linear_fp32", CUDA, torch.bfloat16, "cublas")
@@ -94,8 +87,7 @@ def test_by_name_there_is_no_other_either(gpu: Callable[[int], None]) -> None:
         registry.chosen("rms_norm", CUDA, torch.bfloat16, "ref")
 
 
-def test_what_is_required_is_asked_of_a_running_choice() -> None:
-    """A choice that was made before does not stay."""
+def test_a_choice_made_before_the_flag_is_made_again() -> None:
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     registry.select("linear", CPU, torch.float32, "ref")(x, weight, None)
     registry.require_batch_invariance()
@@ -136,7 +128,7 @@ def test_a_comparison_with_the_reference_stops_the_server(monkeypatch: pytest.Mo
 
 
 def test_a_prefill_is_divided_as_decode_is() -> None:
-    """A token that was decoded may be computed again in a prefill: beyond 128K of context in as many parts."""
+    """A decoded token may be computed again in a prefill, which beyond 128K of context splits keys as decode does."""
     split_keys = ForwardMetadata.split_keys.fget
     prefill, decode = SimpleNamespace(window_in_ring=False), SimpleNamespace(window_in_ring=True)
     assert split_keys(prefill) is None and split_keys(decode)
@@ -147,7 +139,7 @@ def test_a_prefill_is_divided_as_decode_is() -> None:
         registry.require_batch_invariance(False)
 
 
-# ---- SGLang's
+# ---- SGLang's operators
 
 
 def linear(product: object = None, method: str = "Fp8LinearMethod", shape: tuple[int, int] = (256, 256)) -> nn.Module:
@@ -184,7 +176,7 @@ def bf16() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("bf16")
-def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_operators_are_accepted_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from functools import partial
 
     from sglang.srt.layers import moe
@@ -195,7 +187,7 @@ def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -
     good = model(a=linear(deep_gemm), b=linear(partial(deep_gemm, act_scale_ue8m0=True)), c=nn.Linear(2, 2))
     good.d = linear(method="UnquantizedLinearMethod")
     good.e, good.f = linear(), experts()
-    for layer in (good.e, good.f):  # of this package: what it computes by is in the registry
+    for layer in (good.e, good.f):  # a method of this package computes by the registry
         layer.quant_method = type("Ours", (), {"__module__": "sglang_dsv4.layers.some"})()
     assert not sglang_operators.problems_of_modules(good)
     bad = model(
@@ -214,7 +206,7 @@ def test_foreign_operators_are_taken_or_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("bf16", "required")
-def test_such_a_model_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_such_an_operator_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers import moe
 
     monkeypatch.setattr(moe, "get_moe_runner_backend", lambda: SimpleNamespace(value="marlin"))
@@ -246,7 +238,9 @@ def request(**params: float) -> SimpleNamespace:
     ],
     ids=str,
 )
-def test_what_a_gpu_cant_keep_gets_a_reason(params: dict[str, float], algorithm: str | None, named: str | None) -> None:
+def test_a_request_whose_bits_depend_on_others_gets_a_reason(
+    params: dict[str, float], algorithm: str | None, named: str | None
+) -> None:
     reason = refused_requests.reason_against(request(**params), True, algorithm)  # type: ignore[arg-type]
     assert (reason is None) if named is None else (named in str(reason))
     assert refused_requests.reason_against(request(**params), False, algorithm) is None  # type: ignore[arg-type]
@@ -267,126 +261,3 @@ def test_the_reason_is_given_under_the_flag(on: bool, monkeypatch: pytest.Monkey
     finally:
         registry.require_batch_invariance(False)
     assert ("presence_penalty" in error) if on else (error is None)
-
-
-# ---- ranks
-
-IN_RANKS = """
-import sys, torch, torch.distributed as dist
-rank, ranks, port = map(int, sys.argv[1:])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-from dsv4_kernels.reference.batch_invariant import sum_in_order
-rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(rank))
-
-def gathered(x):
-    parts = [torch.empty_like(x) for _ in range(ranks)]
-    dist.all_gather(parts, x.contiguous())
-    return sum_in_order(torch.stack(parts))
-
-def reduced(x):
-    x = x.clone()
-    dist.all_reduce(x)
-    return x
-
-def keeps(total):
-    whole = total(rows)
-    return all(torch.equal(total(rows[[i]])[0], whole[i]) for i in range(0, 64, 7))
-
-same = [torch.empty_like(rows) for _ in range(ranks)]
-dist.all_gather(same, gathered(rows))
-print("RESULT", keeps(gathered), keeps(reduced), all(torch.equal(x, same[0]) for x in same), flush=True)
-"""
-
-
-def test_a_row_has_the_same_sum_anywhere_in_a_batch() -> None:
-    """Three ranks over gloo. Its all-reduce, a ring, adds in another order at another place of the message."""
-    from serving.server import free_port
-
-    command = [sys.executable, "-c", IN_RANKS]
-    port = str(free_port())
-    ranks = [subprocess.Popen([*command, str(i), "3", port], stdout=subprocess.PIPE, text=True) for i in range(3)]
-    said = [rank.communicate(timeout=120)[0].split("RESULT ")[1].split() for rank in ranks]
-    assert said == [["True", "False", "True"]] * 3
-
-
-def test_parts_travel_in_bf16_where_nobody_is_promised_more() -> None:
-    """On a GPU without the flag, where the attention's parts do, too. In fp32 that is fp32."""
-    cases = {(CUDA, torch.bfloat16): torch.bfloat16, (CPU, torch.bfloat16): torch.float32}
-    cases |= {(CUDA, torch.float32): torch.float32, (CPU, torch.float32): torch.float32}
-    for (device, dtype), expected in cases.items():
-        assert rank_sum.dtype_of_parts(device, dtype) is expected
-    registry.require_batch_invariance()
-    try:
-        assert {rank_sum.dtype_of_parts(*case) for case in cases} == {torch.float32}
-    finally:
-        registry.require_batch_invariance(False)
-
-
-ROUNDED_PARTS = """
-import sys, torch, torch.distributed as dist
-rank, ranks, port = map(int, sys.argv[1:])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-routed, shared = torch.randn(2, 256, 512, generator=torch.Generator().manual_seed(rank))
-shared = shared.bfloat16()
-sums = {}
-for dtype in (torch.bfloat16, torch.float64):
-    sums[dtype] = routed.to(dtype) + shared.to(dtype)
-    dist.all_reduce(sums[dtype])
-magnitude = routed.double().abs() + shared.double().abs()
-dist.all_reduce(magnitude)
-exact = sums[torch.float64]
-off = (sums[torch.bfloat16].double() - exact).abs()
-# Each part is rounded twice, and each of ranks - 1 additions rounds what is at most the sum of magnitudes.
-bound = magnitude * ((1 + 2**-8) ** (ranks + 1) - 1)
-relative = (off.square().sum(1) / exact.square().sum(1)).sqrt()
-print("RESULT", bool((off <= bound).all()), relative.median().item(), flush=True)
-"""
-
-
-def test_parts_in_bf16_stay_within_the_sublayers_tolerance() -> None:
-    """Of four ranks, over gloo: no element is off by more than its roundings, and a row by a part of the tolerance.
-
-    That is what bf16 activations cost the sublayer, 1.4e-2 in the median (specification, section 11.1); the two add in
-    squares.
-    """
-    from serving.server import free_port
-
-    command, port = [sys.executable, "-c", ROUNDED_PARTS], str(free_port())
-    ranks = [subprocess.Popen([*command, str(i), "4", port], stdout=subprocess.PIPE, text=True) for i in range(4)]
-    for rank in ranks:
-        within, relative = rank.communicate(timeout=120)[0].split("RESULT ")[1].split()
-        assert within == "True"
-        assert (1.4e-2**2 + float(relative) ** 2) ** 0.5 < 1.5e-2  # the range of the specification's medians
-
-
-def test_sums_in_rank_order_are_rounded_once() -> None:
-    parts = torch.tensor([[[1.0]], [[2.0**-8]], [[2.0**-8]]])
-    assert sum_in_order(parts.bfloat16()).item() == 1 + 2.0**-7
-    parts = torch.tensor([[[2.0**24]], [[1.0]], [[1.0]]])
-    assert sum_in_order(parts).item() == 2.0**24  # and not that of (1 + 1) + 2**24
-    assert sum_in_order(parts.flip(0)).item() == 2.0**24 + 2
-
-
-def test_under_the_flag_parts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    part, other = torch.ones(2, 3), torch.full((2, 3), 5.0)
-    monkeypatch.setattr(rank_sum, "get_parallel", lambda: SimpleNamespace(tp_size=2))
-    monkeypatch.setattr(rank_sum, "tensor_model_parallel_all_reduce", lambda x: x * 100)
-    monkeypatch.setattr(rank_sum, "tensor_model_parallel_all_gather", lambda x, dim: torch.cat([x, other], dim))
-    assert torch.equal(rank_sum.sum_over_ranks(part, ALL_ROWS), part * 100)
-    registry.require_batch_invariance()
-    try:
-        assert torch.equal(rank_sum.sum_over_ranks(part, ALL_ROWS), part + other)
-    finally:
-        registry.require_batch_invariance(False)
-
-
-def test_every_sum_over_ranks_is_that_one() -> None:
-    """No layer has SGLang sum for it, and nothing else calls an all-reduce of activations."""
-    for path in sorted((ROOT / "sglang_dsv4").rglob("*.py")):
-        text = path.read_text()
-        if path.name != "rank_sum.py":
-            assert not any(name in text for name in ("tensor_model_parallel_all_reduce", "reduce_scatter")), path
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "RowParallelLinear":
-                reduces = {k.arg: ast.unparse(k.value) for k in node.keywords}.get("reduce_results")
-                assert reduces == "False", f"{path}:{node.lineno}"

@@ -1,9 +1,9 @@
-"""FP8 linear layers of few tokens by our product, without a GPU: what SGLang's method is given, and who multiplies."""
+"""FP8 linear layers of few tokens by our product, without a GPU: SGLang's method, and the choice of the product."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.determinism import checks, sglang_operators
 from sglang_dsv4.layers import fp8_linear, sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
-from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.seam import compat
 from sglang_dsv4.warmup.model_shapes import model_shapes
 
@@ -27,26 +27,8 @@ N, K = 256, 384
 
 
 @pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
-    """Sets the variable."""
-
-    def set_to(value: str | None) -> None:
-        monkeypatch.delenv(fp8_linear.VARIABLE, raising=False)
-        if value is not None:
-            monkeypatch.setenv(fp8_linear.VARIABLE, value)
-        fp8_linear.named.cache_clear()
-
-    set_to(None)
-    yield set_to
-    fp8_linear.named.cache_clear()
-
-
-Asked = Callable[[str | None], None]
-
-
-@pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules are built for a GPU that there is not."""
+    """Build modules as if for a Hopper GPU."""
     from sglang_dsv4.layers import linear
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -57,21 +39,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def config() -> Config:
     return Config.from_hf(SimpleNamespace(**hf_config(PRESETS["flash"])))
-
-
-@pytest.mark.parametrize(("value", "on"), [(None, True), ("deepgemm", False), (" SM90 ", True)])
-def test_the_switch(value: str | None, on: bool, asked_for: Asked) -> None:
-    """Where ours can't be, only who asks for it is told so."""
-    asked_for(value)
-    assert fp8_linear.is_on(possible=True) is on
-    if value == " SM90 ":
-        with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
-            fp8_linear.is_on(possible=False)
-    else:
-        assert not fp8_linear.is_on(possible=False)
-    asked_for("on")
-    with pytest.raises(ValueError, match="must be 'sm90' or 'deepgemm', got 'on'"):
-        fp8_linear.is_on(possible=True)
 
 
 # ---- the product
@@ -85,7 +52,7 @@ def operands(tokens: int) -> tuple[Fp8Input, Tensor, Tensor]:
 
 
 def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
-    """Behind its first product."""
+    """A layer whose first product, which is SGLang's, has been made."""
 
     def many(*arguments: object, **others: object) -> str:
         calls.append({"arguments": arguments, "others": others})
@@ -97,7 +64,7 @@ def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
 
 
 def test_the_first_product_is_sglang_s() -> None:
-    """Which compiles DeepGEMM's kernels of a shape then."""
+    """SGLang compiles DeepGEMM's kernels of the shape in it."""
     calls: list[dict[str, Any]] = []
     x, weight, scale = operands(3)
     product = fp8_linear.FewTokensProduct(multiplies(calls).many)
@@ -144,7 +111,7 @@ def test_few_quantised_tokens_are_ours(tokens: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "quantised"), [(65, True), (1, False), (64, False)])
 def test_all_else_is_sglang_s(tokens: int, quantised: bool) -> None:
-    """With every argument as it came."""
+    """All arguments are passed on unchanged."""
     calls: list[dict[str, Any]] = []
     x, weight, scale = operands(tokens)
     scales = x.scales if quantised else None
@@ -157,7 +124,7 @@ def test_all_else_is_sglang_s(tokens: int, quantised: bool) -> None:
 
 
 def test_sglang_still_sees_whose_product_it_is() -> None:
-    """It arranges weights by the function underneath, with or without what is bound to it."""
+    """SGLang arranges weights by the wrapped function, with or without bound arguments."""
     from sglang.srt.layers.quantization import fp8_utils
 
     deep_gemm = getattr(fp8_utils, sglang_operators.DEEP_GEMM)
@@ -169,7 +136,7 @@ def test_sglang_still_sees_whose_product_it_is() -> None:
 
 
 class Checkpoints:
-    """A config of SGLang's as far as it is asked."""
+    """A stand-in for SGLang's config that answers our questions."""
 
     packed_modules_mapping = {"a": ["b"]}  # noqa: RUF012
 
@@ -197,7 +164,7 @@ def test_the_method_stays_sglang_s_but_for_its_product(monkeypatch: pytest.Monke
 
 
 def test_a_real_method_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's `Fp8LinearMethod.apply`, given what our layers give: a pair. Nothing is copied on the way."""
+    """SGLang's `Fp8LinearMethod.apply` with the pair that our layers pass; nothing is copied."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
     x, weight, scale = operands(3)
@@ -220,10 +187,8 @@ def test_a_real_method_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(a is b for a, b in zip(seen[0], expected, strict=True))
 
 
-def test_another_product_is_replaced_only_if_that_is_asked_for(
-    asked_for: Asked, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By default nobody's bits change."""
+def test_only_deep_gemm_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Our product has DeepGEMM's bits, not another product's."""
 
     def triton() -> None: ...
 
@@ -234,33 +199,19 @@ def test_another_product_is_replaced_only_if_that_is_asked_for(
     for _ in range(2):
         assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear is triton
     assert caplog.messages == ["FP8 linear layers: by SGLang's product, which is not DeepGEMM"]
-    asked_for("sm90")
-    assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear.many is triton
 
 
 @pytest.mark.usefixtures("hopper")
-def test_linear_layers_get_it_on_hopper(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_get_it_on_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Checkpoints()
-    for value in (None, "sm90"):
-        asked_for(value)
-        wrapped = quantised_linear_config(config(), inner)
-        assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
-    asked_for("deepgemm")
-    assert quantised_linear_config(config(), inner) is inner
+    wrapped = quantised_linear_config(config(), inner)
+    assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert quantised_linear_config(config(), inner) is inner
-    asked_for(None)
-    assert quantised_linear_config(config(), inner) is inner
-    asked_for("sm90")
-    with pytest.raises(ConfigError, match=r"SGLANG_DSV4_FP8_LINEAR.*not on a Hopper GPU"):
-        quantised_linear_config(config(), inner)
 
 
-def test_a_cpu_has_no_such_product(asked_for: Asked) -> None:
+def test_a_cpu_has_no_such_product() -> None:
     assert isinstance(quantised_linear_config(config(), None), ReferenceLinearConfig)
-    asked_for("sm90")
-    with pytest.raises(ConfigError, match="'deepgemm' where weights are not FP8"):
-        quantised_linear_config(config(), None)
 
 
 # ---- the flag, and what is compiled ahead
@@ -274,8 +225,8 @@ def required() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hopper", "required")
-def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Hopper's kernel is."""
+def test_under_the_flag_its_op_must_be_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernel is."""
     dims = torch.device("cuda", 0), torch.bfloat16, 512
     assert not checks.problems_of_ops(*dims)
     assert registry.chosen("linear_fp8", *dims[:2]).name == "sm90"
@@ -283,12 +234,10 @@ def test_under_the_flag_its_op_must_be_batch_invariant(asked_for: Asked, monkeyp
     monkeypatch.setitem(of_op, "sm90", replace(of_op["sm90"], batch_invariant=False))
     (problem,) = checks.problems_of_ops(*dims)
     assert "op 'linear_fp8' has no batch-invariant implementation" in problem
-    asked_for("deepgemm")
-    assert not checks.problems_of_ops(*dims)
 
 
 def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose bits ours has: a prompt's tokens come in other numbers than an answer's."""
+    """DeepGEMM has the bits of our product; a prompt has other numbers of tokens than an answer."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization import fp8_utils
 
@@ -306,7 +255,7 @@ def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("hopper")
-def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of calls with any weight and up to 64 tokens, which the kernel's tests compare."""
     from model.small_geometry import GEOMETRY
 
@@ -324,5 +273,5 @@ def test_its_kernels_are_compiled_ahead(asked_for: Asked, monkeypatch: pytest.Mo
         job()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}
     assert {plan for _, plan, _ in made} == calls and {rest[::2] for rest in made} == {("linear_fp8", "sm_90a")}
-    asked_for("deepgemm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert Option.FP8_LINEAR not in model_shapes(config(), GEOMETRY, 64, cuda).options

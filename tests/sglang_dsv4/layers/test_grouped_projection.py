@@ -1,6 +1,6 @@
-"""wo_a kept in FP8, too: loaded as it is, by ranks too, and multiplied by the emulator with the dequantised one's bits.
+"""wo_a in FP8: loaded unchanged, on several ranks too; in the emulator its products have the bits of bf16 wo_a.
 
-On a CPU nothing keeps FP8; here modules are built as on Hopper.
+Modules are built as on Hopper: a CPU keeps no weight in FP8.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Build = Callable[..., nn.Module]
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Build:
-    """A model of one projection, of a rank, and loaded."""
+    """A rank's loaded model with one projection."""
     torch.set_default_dtype(torch.bfloat16)
     monkeypatch.setattr(grouped_projection, "_expanded", grouped_projection._expanded.__wrapped__)
 
@@ -68,7 +68,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
 
 
 def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """As SGLang's loaders do it."""
+    """Load as SGLang's loaders do."""
     load_checkpoint(model, CONFIG, TABLE, iter(weights.items()))
     for module in model.modules():
         if hasattr(module, "quant_method"):
@@ -76,7 +76,7 @@ def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def checkpoint(seed: int = 0) -> dict[str, Tensor]:
-    """Every block has a scale of its own."""
+    """A weight whose blocks all have different scales."""
     matrix = torch.randn(*SPEC.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     matrix *= torch.exp2(torch.arange(16.0).view(4, 4) - 9).repeat_interleave(128, 0).repeat_interleave(128, 1)
     codes, scale = quantise_fp8_weight(matrix)
@@ -84,7 +84,7 @@ def checkpoint(seed: int = 0) -> dict[str, Tensor]:
 
 
 def expanded(model: nn.Module) -> Tensor:
-    """What many tokens are multiplied with: of `both` made once, behind loading."""
+    """The bf16 weight of many tokens; with `both` it is made once, after loading."""
     layer = model.attn.wo_a
     return layer.expanded if layer.kept == "both" else layer.expand()
 
@@ -92,7 +92,7 @@ def expanded(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("in_fp8", IN_FP8)
 @pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 def test_what_is_kept_is_the_dequantised_weight(build: Build, tp_size: int, tp_rank: int, in_fp8: str) -> None:
-    """To the bit, of a rank's own groups; the codes are the file's."""
+    """Bitwise, for a rank's own output groups; the codes are the file's."""
     kept, plain = build(in_fp8, tp_size, tp_rank), build("bf16", tp_size, tp_rank)
     assert kept.attn.wo_a.weight.dtype == torch.float8_e4m3fn and plain.attn.wo_a.weight.dtype == torch.bfloat16
     assert kept.attn.wo_a.weight.shape == (GROUPS // tp_size, ROWS, CHANNELS)
@@ -120,7 +120,7 @@ def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
 
 
 def test_what_is_made_of_the_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
-    """But a buffer, which SGLang keeps while a server sleeps."""
+    """A buffer stays, which SGLang keeps while a server sleeps."""
     model = build("both")
     assert "attn.wo_a.expanded" not in model.state_dict()
     assert "attn.wo_a.expanded" in dict(model.named_buffers())
@@ -136,7 +136,7 @@ def test_what_can_not_be_kept_is_said(build: Build) -> None:
 
 
 def test_dummy_weights(build: Build) -> None:
-    """SGLang's `--load-format dummy`: scales are ones, as those of its own FP8 layers."""
+    """SGLang's `--load-format dummy` sets scales to one, as in its own FP8 layers."""
     from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
     model = build("fp8")
@@ -145,12 +145,12 @@ def test_dummy_weights(build: Build) -> None:
     assert model.attn.wo_a.weight.float().isfinite().all()
 
 
-# ---- which of them
+# ---- choice of the format
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str]:
-    def ask(value: str | None) -> str:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str | None]:
+    def ask(value: str | None) -> str | None:
         monkeypatch.delenv(grouped_projection.VARIABLE, raising=False)
         if value is not None:
             monkeypatch.setenv(grouped_projection.VARIABLE, value)
@@ -159,22 +159,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], str]:
     return ask
 
 
-def test_the_variable(asked: Callable[[str | None], str]) -> None:
-    assert [asked(value) for value in (None, "bf16", " FP8 ", "both")] == ["auto", "bf16", "fp8", "both"]
-    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'bf16' or 'fp8' or 'both' or 'auto', got 'on'"):
+def test_the_variable(asked: Callable[[str | None], str | None]) -> None:
+    assert [asked(value) for value in (None, "bf16", " FP8 ", "both")] == [None, "bf16", "fp8", "both"]
+    with pytest.raises(ValueError, match="SGLANG_DSV4_WO_A must be 'both' or 'fp8' or 'bf16', got 'on'"):
         asked("on")
 
 
-@pytest.mark.parametrize(
-    ("value", "on_hopper"), [(None, "both"), ("auto", "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")]
-)
-def test_what_is_kept_where(asked: Callable[[str | None], str], value: str | None, on_hopper: str) -> None:
-    """FP8 that was asked for by name and can't be kept is an error, but on a CPU."""
+@pytest.mark.parametrize(("value", "on_hopper"), [(None, "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")])
+def test_what_is_kept_where(asked: Callable[[str | None], str | None], value: str | None, on_hopper: str) -> None:
+    """Asking for FP8 by name where it can't be kept is an error, except on a CPU."""
     asked(value)
     assert grouped_projection.kept(CONFIG, 9, torch.bfloat16) == on_hopper
     assert grouped_projection.kept(CONFIG, None, torch.bfloat16) == "bf16"
     if value in IN_FP8:
-        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16, auto: its kernel is Hopper's"
+        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16: its kernel is Hopper's"
         with pytest.raises(ConfigError, match=message):
             grouped_projection.kept(CONFIG, 10, torch.bfloat16)
     else:
@@ -202,7 +200,7 @@ def test_what_the_kernel_does_not_take(change: dict, reason: str) -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ops take Hopper's kernels, those that do not depend on the batch."""
+    """Ops run Hopper's batch-invariant kernels."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(grouped_projection, "MOST_TOKENS", MOST_TOKENS)
@@ -219,7 +217,7 @@ def rope() -> Rotation:
 
 
 def projected(model: nn.Module, tokens: int, quantises: bool) -> tuple[Tensor | Fp8Input, int]:
-    """What wo_b would take, and launches."""
+    """wo_b's input, and the launches that made it."""
     from ptx_emulator import emulated
 
     heads = model.attn.wo_a.weight.shape[0] * CHANNELS // 512
@@ -239,7 +237,7 @@ def projected(model: nn.Module, tokens: int, quantises: bool) -> tuple[Tensor | 
     ],
 )
 def test_all_have_the_same_bits(build: Build, in_fp8: str, tokens: int, one_launch: bool, quantises: bool) -> None:
-    """Few tokens take one launch; many those of bf16, behind an expansion where bf16 is not kept."""
+    """Few tokens need one launch; many need those of bf16, after an expansion where bf16 is not kept."""
     expected, launches = projected(build("bf16"), tokens, quantises)
     got, few_launches = projected(build(in_fp8), tokens, quantises)
     assert launches == (3 if quantises else 2)
@@ -265,7 +263,9 @@ def test_the_buffer_is_one_for_all_layers() -> None:
     grouped_projection._expanded.cache_clear()
 
 
-def test_its_kernels_are_compiled_ahead(asked: Callable[[str | None], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_kernels_are_compiled_ahead(
+    asked: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tiles of all numbers of tokens that are multiplied in FP8."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import fp8_weight_gpu as gpu

@@ -1,6 +1,7 @@
-"""The MoE runner "dsv4": its experts loaded a matrix at a time, as a rank of several, and computed by the emulator.
+"""The MoE runner "dsv4": experts are loaded a matrix at a time, on one of several ranks, and computed in the emulator.
 
-Against the definition over all experts: ranks' parts sum up to it, loading again gives the same bits.
+They are compared with the definition over all experts, which is the sum of the ranks' parts; loading again gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedExperts]:
 
 
 def load(layer: PackedExperts) -> None:
-    """As the loader does it: one tensor after the other, w3 before w1, then what it calls at the end."""
+    """Load as the loader does: one tensor after the other, w3 before w1, then the call after loading."""
     packed = random_experts(EXPERTS, D, CHANNELS)
     for expert in reversed(range(EXPERTS)):
         for shard, matrix, rows in (("w3", "w13", slice(CHANNELS, None)), ("w2", "w2", slice(None)),
@@ -100,20 +101,20 @@ def test_one_rank_has_the_definition_s_sum(rank: Callable[..., PackedExperts]) -
 
 def test_parts_of_ranks_sum_up(rank: Callable[..., PackedExperts]) -> None:
     by_channels = sum(forward(rank(tp_size=2, tp_rank=r)) for r in range(2))
-    # h is quantised in blocks of 128 channels, which no rank cuts: only the sum's order differs.
+    # No rank cuts a block of 128 channels in which h is quantised: only the order of the sum differs.
     assert_close(by_channels, expected())
     by_experts = sum(forward(rank(ep_size=2, ep_rank=r)) for r in range(2))
     assert_close(by_experts, expected())
 
 
 def test_loading_again_gives_the_same(rank: Callable[..., PackedExperts]) -> None:
-    """`/update_weights_from_disk`, and what brings the weights of before back if that fails."""
+    """`/update_weights_from_disk`, and the reload of the old weights if it fails."""
     layer = rank()
     before = forward(layer)
     pointers = [parameter.data_ptr() for parameter in layer.parameters()]
     load(layer)
     assert same_bits(forward(layer), before)
-    assert pointers == [parameter.data_ptr() for parameter in layer.parameters()]  # what a CUDA graph reads
+    assert pointers == [parameter.data_ptr() for parameter in layer.parameters()]  # CUDA graphs read these addresses
 
 
 def test_weights_are_arranged_where_they_lie(rank: Callable[..., PackedExperts]) -> None:
@@ -145,7 +146,7 @@ def test_dummy_weights_say_something_and_are_the_same_at_every_start(
     """SGLang's `--load-format dummy` fills floating-point numbers and leaves packed codes as they are."""
     from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
-    rank()  # of a rank whose weights were loaded, only its ranks' sizes are kept
+    rank()  # sets the sizes of the ranks; the loaded module itself is not used
     layers = [PackedExperts(CONFIG, "experts") for _ in range(2)]
     for layer in layers:
         initialize_dummy_weights(layer)
@@ -172,7 +173,7 @@ def load_without_end(layer: PackedExperts) -> None:
 
 
 class Summed(nn.Module):
-    """In place of the gate and of the shared expert."""
+    """Stands for the gate and for the shared expert."""
 
     def __init__(self, result: object) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ class Summed(nn.Module):
 def test_the_layer_adds_the_shared_expert(
     rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 on one rank; of several in the dtype in which parts are summed, before they are."""
+    """In bf16 on one rank; on several ranks a part in the dtype in which parts are added."""
     from ptx_emulator import emulated
 
     x, weights, ids = batch()
@@ -233,7 +234,7 @@ def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> No
     assert not experts_runner.serves(SimpleNamespace(device="cpu", tp_size=1, ep_size=1), model)
     assert not experts_runner.serves(arguments, SimpleNamespace(**(vars(model) | {"nvfp4_moe_meta": object()})))
     assert not experts_runner.serves(arguments, SimpleNamespace(**(vars(model) | {"is_fp4_experts": False})))
-    # Sixteen ranks leave 128 channels each, too few for factors beside shifts.
+    # With sixteen ranks each has 128 channels, too few for factors in addition to shifts.
     assert not experts_runner.serves(SimpleNamespace(device="cuda", tp_size=16, ep_size=1), model)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert not experts_runner.serves(arguments, model)

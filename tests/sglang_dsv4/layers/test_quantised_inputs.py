@@ -1,7 +1,7 @@
-"""Inputs of FP8 products, quantised by the operation before them as on Hopper: the bits of quantising in each product.
+"""Inputs of FP8 products that the op before them quantises, as on Hopper: the bits equal quantising in each product.
 
-SGLang's FP8 products take such inputs as codes and scales. On a CPU there are none, so the reference product is given
-what codes and scales stand for.
+SGLang's FP8 products take such inputs as codes and scales. A CPU has no such products, so the reference product gets
+the dequantised values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def served(serve: Callable[..., Served]) -> Served:
 
 @pytest.fixture
 def taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All modules as on Hopper; the products that took codes and scales."""
+    """Build all modules as on Hopper; the list gets the products that were given codes and scales."""
     return as_on_hopper(served.harness.runner.model, monkeypatch)
 
 

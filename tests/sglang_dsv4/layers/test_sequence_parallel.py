@@ -1,4 +1,4 @@
-"""Rows of a forward in shards, one a rank: the bits of ranks that all have all rows (`sharded_ranks`, over gloo)."""
+"""A forward's rows sharded over ranks give the bits of ranks that all compute all rows (`sharded_ranks`, over gloo)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 
 def in_ranks(what: str, ranks: int, *arguments: object) -> None:
-    """Every comparison of `sharded_ranks` on every rank."""
+    """Results of every comparison of `sharded_ranks`, on every rank."""
     from serving.server import free_port
 
     cores = cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))
@@ -65,7 +65,7 @@ def test_rows_and_sums(ranks: int) -> None:
     ],
 )
 def test_models(ranks: int, preset: str, dtype: str, algorithm: str, flag: str, tmp_path: Path) -> None:
-    """Prompts, chunks, batches, then decode and verify steps; what a draft reads; and mistakes that must be noticed."""
+    """Prompts, chunks, batches, then decode and verify steps; a draft's inputs; planted mistakes, which must fail."""
     groups = {"o_groups": 4, "moe_intermediate_size": 512} if ranks == 4 else {}
     write_checkpoint(tmp_path / "model", dataclasses.replace(PRESETS[preset], index_topk=16, **groups))
     in_ranks("model", ranks, tmp_path / "model", dtype, algorithm, flag)
@@ -90,7 +90,7 @@ def test_prefills_of_many_tokens_are_sharded(second_of_two: None, monkeypatch: p
 
 
 def test_what_cuda_graphs_may_hold_is_not(second_of_two: None) -> None:
-    """Also where many requests verify many drafts."""
+    """Also if many requests verify many drafts."""
     of_graphs = [mode for mode in ForwardMode if mode.is_cuda_graph() and not mode.is_dllm_extend()]
     for mode in (*of_graphs, ForwardMode.DRAFT_EXTEND_V2):
         assert sequence_parallel.of_forward(mode, 8192) is ALL_ROWS
@@ -133,7 +133,7 @@ def test_streams_are_gathered_for_who_reads_them(mode: CaptureHiddenMode, monkey
 
 @pytest.mark.parametrize("tokens", [slice(0, 5), slice(5, 10), slice(6, 7), slice(10, 10), slice(None)], ids=str)
 def test_some_tokens_of_a_quantised_input(tokens: slice) -> None:
-    """As if only they had been quantised: scales' columns begin at multiples of 16 bytes."""
+    """Equal to quantising these tokens alone: columns of scales begin at multiples of 16 bytes."""
     x = torch.randn(10, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
     taken, expected = Fp8Input.of(x).of_tokens(tokens), Fp8Input.of(x[tokens])
     assert torch.equal(taken.codes.float(), expected.codes.float()) and torch.equal(taken.scales, expected.scales)

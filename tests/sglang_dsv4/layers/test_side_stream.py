@@ -1,7 +1,7 @@
-"""Sublayers with a part on a side stream: accesses to the same memory are ordered, and bits stay.
+"""Sublayers with a part on a side stream: accesses to the same memory are ordered, and bits stay the same.
 
-On a CPU streams are pretended: each has a clock of the work that is known to lie before it, and every operator's inputs
-and outputs are looked up in what was accessed before.
+Streams are simulated on a CPU: each has a vector clock of the work that is ordered before it, and every operator's
+inputs and outputs are compared with earlier accesses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT, DECODE_FROM = 150, 141
 
 @dataclass
 class Stream:
-    """A pretended stream."""
+    """A simulated stream."""
 
     name: str
     device_index: int = 0
@@ -52,11 +52,11 @@ class Access:
 
 
 class Races(TorchDispatchMode):
-    """Finds accesses to the same bytes, one of them a write, that no wait orders."""
+    """Finds two accesses to the same bytes, at least one a write, that no wait orders."""
 
     def __init__(self, streams: list[Stream]) -> None:
         super().__init__()
-        self.streams = streams  # the last one is current
+        self.streams = streams  # the last one is the current stream
         self.accesses: list[Access] = []
         self.found: list[str] = []
         self.used: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Races(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         for x in tensors(result):
             if x.untyped_storage()._cdata not in given and x.numel():
-                begin, end = extent(x)  # new memory, which an allocator that knows of streams gives to nobody else
+                begin, end = extent(x)  # new memory: a stream-aware allocator shares it with no other stream
                 self.accesses = [a for a in self.accesses if a.end <= begin or end <= a.begin]
                 self.accesses.append(Access(begin, end, True, event))
         return result
@@ -92,13 +92,13 @@ class Races(TorchDispatchMode):
             known = current.knows(other.event)
             if other.begin < end and begin < other.end and (writes or other.writes) and not known:
                 self.found.append(f"{what} on {current.name} beside {other.event}")
-            if not known or (other.writes and not writes):  # a write is one to other streams, whoever has read it
+            if not known or (other.writes and not writes):  # a read does not hide a write from other streams
                 kept.append(other)
         self.accesses = [*kept, Access(begin, end, writes, event)]
 
 
 def extent(x: Tensor) -> tuple[int, int]:
-    """Addresses from the first byte to behind the last one."""
+    """Addresses [begin, end) of a tensor's bytes."""
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
@@ -120,7 +120,7 @@ def served(serve: Callable[..., Served]) -> Served:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """A GPU that captures a graph, which there is not."""
+    """Simulate a GPU that is capturing a graph."""
     main, side = Stream("main"), Stream("side")
     active = [main]
 
@@ -130,7 +130,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         yield
         active.pop()
 
-    monkeypatch.setattr(side_stream, "is_on", lambda: True)
     monkeypatch.setattr(side_stream, "_side_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -181,14 +180,3 @@ def test_many_tokens_stay_on_one_stream(streams: list[Stream], more: int) -> Non
     used = []
     side_stream.side_by_side(lambda: None, lambda: used.append(streams[-1].name), side_stream.MOST_TOKENS + more)
     assert used == [["side", "main"][more]]
-
-
-@pytest.mark.parametrize(("value", "on"), [(None, False), ("off", False), (" On ", True)])
-def test_the_variable(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(side_stream.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(side_stream.VARIABLE, value)
-    assert side_stream.is_on.__wrapped__() is on
-    monkeypatch.setenv(side_stream.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="must be 'on' or 'off', got 'yes'"):
-        side_stream.is_on.__wrapped__()

@@ -107,7 +107,7 @@ def test_expert_dtype_is_left_to_the_tensors(expert_dtype: str | None) -> None:
 
 
 def test_rope_scaling_may_be_absent() -> None:
-    config = Config.from_hf(Fields(**FLASH | {"rope_scaling": None}))  # the file says null
+    config = Config.from_hf(Fields(**FLASH | {"rope_scaling": None}))  # null in the file
     assert config.yarn is None
     assert config.rope(LayerKind.CSA).theta == 160000
 
@@ -141,7 +141,7 @@ def test_unknown_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Config.from_hf(Fields(**FLASH))
 
 
-# What is changed (None leaves the field out), and what the message must say: the field, the value, what is accepted.
+# Case -> the changed fields (None removes a field), and the message: field, value, accepted values.
 NVFP4 = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "model-type": ({"model_type": "deepseek_v41"}, r"'model_type' is 'deepseek_v41'.*'deepseek_v4'"),
@@ -211,11 +211,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nvfp4-that-sglang-would-miss": (
         {"quantization_config": COMMON["quantization_config"] | {"moe_quant_algo": "NVFP4", "group_size": 16}},
-        r"'quant_algo'.* is None; accepted: 'MIXED_PRECISION', beside moe_quant_algo 'NVFP4'",
+        r"'quant_algo'.* is None; accepted: 'MIXED_PRECISION', with moe_quant_algo 'NVFP4'",
     ),
     "nvfp4-group": (
         {"quantization_config": COMMON["quantization_config"] | NVFP4 | {"group_size": 32}},
-        r"'group_size'.* is 32; accepted: 16, beside moe_quant_algo 'NVFP4'",
+        r"'group_size'.* is 32; accepted: 16, with moe_quant_algo 'NVFP4'",
     ),
     "mixed-precision-of-what": (
         {"quantization_config": COMMON["quantization_config"] | {"quant_algo": "MIXED_PRECISION"}},
@@ -238,8 +238,8 @@ NUMBERS = ["rms_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "route
     "value", [float("nan"), float("inf"), -float("inf"), -1.0, 0, 1e-46, 1e39, 10**400, True], ids=lambda v: f"{v!r:.5}"
 )
 @pytest.mark.parametrize("field", [*NUMBERS, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"])
-def test_numbers_that_are_none_in_fp32_are_refused(field: str, value: float) -> None:
-    """Python's JSON reads NaN and Infinity; they were served, and every log-probability was null."""
+def test_numbers_that_are_not_finite_in_fp32_are_refused(field: str, value: float) -> None:
+    """Python's JSON accepts NaN and Infinity. A model with one was served, and every log-probability was null."""
     change = {field: value} if field in NUMBERS else {"rope_scaling": COMMON["rope_scaling"] | {field: value}}
     with pytest.raises(ConfigError, match=rf"{field}.* is {re.escape(str(value))}; .*number > 0, finite in fp32"):
         Config.from_hf(Fields(**FLASH | change))

@@ -1,4 +1,4 @@
-"""The DSpark draft against its equations (`dspark_reference`), and what its rings hold from step to step."""
+"""The DSpark draft compared with its equations (`dspark_reference`), and its rings' contents from step to step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Drafted:
 def test_a_draft_is_asked_for_operators_that_depend_on_the_batch(
     drafted: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the target is, under the deterministic flag."""
+    """Checked as the target is, under the deterministic flag."""
     asked: list[torch.nn.Module] = []
     monkeypatch.setattr(checks, "check_model", asked.append)
     assert asked == [DSparkDraft(drafted.harness).model]
@@ -45,7 +45,7 @@ def test_blocks_are_the_equations(drafted: Drafted, prompt: int) -> None:
 
 
 def test_quantised_rows(quantised: Drafted) -> None:
-    """Of the same taps. fp32 sums in another order put a value in 10,000 on the other side of a quantiser's step."""
+    """From the same taps. With another order of fp32 sums one value in 10,000 is rounded to another code."""
     request = quantised.harness.open()
     ((_, taps),) = quantised.harness.step_with_streams([(request, quantised.tokens[:200].tolist())])
     quantised.draft.inject_prefill(request, taps, 0)

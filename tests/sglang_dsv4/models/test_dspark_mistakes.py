@@ -1,4 +1,4 @@
-"""Mistakes that an implementation of DSpark is known or likely to make, planted one at a time: the equations notice."""
+"""Likely mistakes in an implementation of DSpark, planted one at a time: the comparison with equations must fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> Drafted:
 
 @dataclass
 class Plant:
-    """The live draft, and pytest's undo."""
+    """The draft under test, and pytest's monkeypatch."""
 
     drafted: Drafted
     patch: pytest.MonkeyPatch
@@ -50,7 +50,7 @@ class Plant:
         self.wrap(backend_module, "block_metadata", around)
 
     def columns(self, hidden: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Hide what `hidden(row of the block [T, 1], column [1, W + k])` says of the keys."""
+        """Hide the keys for which `hidden(row of the block [T, 1], column [1, W + k])` is true."""
 
         def change(found: Any) -> dict[str, Tensor]:
             rows, columns = (torch.arange(n) for n in found.window_rows.shape)
@@ -204,7 +204,7 @@ def test_a_mistake_in_a_block(drafted: Drafted, mistake: Callable[[Plant], None]
 
 
 def nothing_kept(plant: Plant) -> None:
-    """The block's own rows stay where the context's belong."""
+    """Rows of the block stay in the ring rows of context rows."""
     plant.patch.setattr(plant.drafted.draft, "commit", lambda *arguments: None)
 
 
@@ -217,7 +217,7 @@ def without_the_anchors_row(plant: Plant) -> None:
 
 
 def a_ring_of_128(plant: Plant) -> None:
-    """A block's rows take the places of the oldest that it must see."""
+    """A block's rows overwrite the oldest rows that it must read."""
     slots, pool = plant.drafted.draft.pool.plan.request_slots, plant.drafted.draft.pool
 
     def small(rows: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def a_ring_of_128(plant: Plant) -> None:
 
 
 def rows_of_the_batchs_order(plant: Plant) -> None:
-    """Rings by a request's place in the batch: here one that another request has."""
+    """Rings chosen by a request's index in the batch: here another request's ring."""
     plant.metadata(lambda found: {"window_rows": torch.where(found.window_rows < 0, -1, found.window_rows % 256)})
 
 

@@ -1,6 +1,6 @@
-"""On a CPU a token's logits do not depend, by a single bit, on what shares its forward: other requests, the chunk
-boundaries of its own prompt, prefill or decode. Greedy outputs are the same alone and in a batch, and a prefix that
-is restored from a cache can be compared exactly with one that is computed."""
+"""On a CPU a token's logits are bitwise independent of the rest of its forward: other requests, the chunk boundaries of
+its prompt, prefill or decode. So greedy outputs are the same alone and in a batch, and a prefix restored from a cache
+can be compared bitwise with a computed one."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,10 @@ PROMPT = 290
 DECODE_FROM = 281
 
 
-@pytest.fixture(scope="module", params=["float32-off", "float32-full", "bfloat16-off", "bfloat16-full"])
+SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in ("float32-full", "bfloat16-off")]
+
+
+@pytest.fixture(scope="module", params=["float32-off", "bfloat16-full", *SLOW])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     dtype, qat = request.param.split("-")
     return serve("flash-like", dtype=dtype, qat=qat, **QUANTISABLE)
@@ -22,7 +25,7 @@ def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Serv
 
 @pytest.fixture(scope="module")
 def whole(served: Served) -> list[Tensor]:
-    """Logits of each prompt alone and in one piece."""
+    """Logits of each prompt alone, in one chunk."""
     return [served.harness.run(tokens[:PROMPT]) for tokens in served.corpus[:5]]
 
 
@@ -41,7 +44,7 @@ def test_chunking(served: Served, whole: list[Tensor], chunk_tokens: int | None)
 
 
 def test_one_token_at_a_time(served: Served, whole: list[Tensor]) -> None:
-    """As prefill chunks of one token, and as decode; over the first HCA entry's edge."""
+    """In prefill chunks of one token, and by decode; past the end of the first HCA group."""
     tokens = served.corpus[0][:140]
     assert_same_bits(served.harness.run(tokens, 64, decode_from=100), whole[0][:140])
     assert_same_bits(served.harness.run(tokens[:24], 1), whole[0][:24])

@@ -1,4 +1,4 @@
-"""fp32, nothing quantised, end to end: logits equal transformers' at every position whose decisions were clear.
+"""End to end in fp32 without quantisation: logits equal transformers' at every position without a close decision.
 
 Requests run through SGLang's ModelRunner with our plugin (see harness.py), alone and in mixed batches, with prefill
 chunks of 1 to 256 tokens (most below the page size of 256) and token-by-token decode after them.
@@ -12,14 +12,18 @@ from model.compare import MARGIN, assert_equal_logits
 from model.served import Served
 
 SHORT = tuple(range(1, 10))
-EDGES = (127, 128, 129, 130, 255, 256, 257)  # the window, HCA's group, the page
+EDGES = (127, 128, 129, 130, 255, 256, 257)  # around the end of the window, of an HCA group, of a page
 LONG = (511, 512, 513, 1030)
-DECODED = 5  # tokens decoded after each prompt: one CSA group closes
+DECODED = 5  # tokens decoded after each prompt, enough to close a CSA group
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
+
+
+BOTH_SCHEDULES = pytest.mark.parametrize("served", ["flash-like", "pro-like"], indirect=True, scope="module")
+"""For the quick tests of a pro-like schedule; its other tests are slow."""
 
 
 def test_few_positions_are_excluded(served: Served) -> None:
@@ -31,7 +35,7 @@ def test_few_positions_are_excluded(served: Served) -> None:
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 32, 64, 256])
 @pytest.mark.parametrize("lengths", [SHORT[:5], SHORT[5:], EDGES], ids=["1-5", "6-9", "127-257"])
 def test_prompts_together(served: Served, lengths: Sequence[int], chunk_tokens: int | None) -> None:
-    """All prompts of a group in one batch: they finish their prefill, decode and leave at different steps."""
+    """Several prompts in one batch, which end their prefill, decode and finish at different steps."""
     check_together(served, lengths, chunk_tokens)
 
 
@@ -43,7 +47,7 @@ def test_long_prompts_together(served: Served, chunk_tokens: int | None) -> None
 
 
 def check_together(served: Served, lengths: Sequence[int], chunk_tokens: int | None) -> None:
-    # Each length on its own sequence where the corpus has one that is long enough, so that neighbours differ.
+    # Each length has a sequence of its own if the corpus has one that is long enough, so that requests differ.
     order = sorted(range(len(served.corpus)), key=lambda i: -len(served.corpus[i]))
     chosen = [[i for i in order if len(served.corpus[i]) >= n + DECODED] for n in lengths]
     chosen = [fits[k % len(fits)] for k, fits in enumerate(chosen)]
@@ -62,9 +66,10 @@ def test_prompt_alone(served: Served, length: int, chunk_tokens: int | None) -> 
     assert_equal_logits(actual, served.expected[0], f"prompt of {length} alone")
 
 
+@BOTH_SCHEDULES
 @pytest.mark.parametrize("start", [1, 120, 250])
 def test_token_by_token_decode(served: Served, start: int) -> None:
-    """From the first tokens on; over the window's, a page's and both compressors' edges."""
+    """From the first tokens; past the ends of the window, of a page and of both kinds of groups."""
     sequence = 3
     tokens = served.corpus[sequence][: start + 24]
     assert_equal_logits(
@@ -78,9 +83,10 @@ def test_a_whole_sequence_by_decode(served: Served) -> None:
     assert_equal_logits(served.harness.run(tokens, decode_from=1), served.expected[0], "decode from 1")
 
 
+@BOTH_SCHEDULES
 @pytest.mark.parametrize("requests", [1, 2, 7])
 def test_requests_that_come_and_go(served: Served, requests: int) -> None:
-    """Joined at different steps, chunk sizes that no boundary divides, decoding beside others' prefill."""
+    """Requests join at different steps, with odd chunk sizes, and decode while others prefill."""
     lengths = [300, 140, 260, 140, 33, 130, 5][:requests]
     order = [3, 5, 4, 6, 1, 2, 0][:requests]
     prompts = [served.corpus[i][:n] for i, n in zip(order, lengths, strict=True)]

@@ -1,5 +1,5 @@
-"""The multi-token prediction module (specification, section 7), which transformers does not have: its equations term by
-term against reference.py, its prefill against its own decode, and chained drafts."""
+"""The multi-token prediction module (specification, section 7), which transformers does not have: compared with the
+equations in reference.py, prefill with its own decode, and chained drafts."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from model.served import Served
 from torch import Tensor
 
 Rows = tuple[Tensor, Tensor]  # logits [T, vocab], streams [T, hc_mult * d] or [T, hc_mult, d]
-PROMPT = 270  # past the window twice over
+PROMPT = 270  # more than two windows
 SPECULATION = dict(
     speculative_algorithm="EAGLE",
     speculative_num_steps=3,
@@ -29,10 +29,10 @@ class Drafted:
         self.draft = Draft(self.harness)
         self.tokens = served.corpus[3][: PROMPT + 4]
         self.request = self.harness.open()
-        # The positions past the prompt are served too, so that their slots exist.
+        # Positions after the prompt are served, too, so that they have token slots.
         ((_, streams),) = self.harness.step_with_streams([(self.request, self.tokens[:-1].tolist())])
         self.streams = streams
-        self.draft.runner.token_to_kv_pool.tail_rows = None  # here it prefills fewer tokens than the target
+        self.draft.runner.token_to_kv_pool.tail_rows = None  # the draft prefills fewer tokens than the target here
 
     def part(self, start: int, end: int, streams: Tensor | None = None) -> tuple[Request, int, list[int], Tensor]:
         """The draft's input for positions [start, end)."""
@@ -103,7 +103,7 @@ def test_prefill_is_its_own_decode(drafted: Drafted, decode_from: int) -> None:
 
 @pytest.mark.parametrize("drafts", [2, 3])
 def test_chained_drafts(drafted: Drafted, drafts: int) -> None:
-    """A draft of a draft reads the module's own streams in place of the target's."""
+    """Later drafts of a chain read the module's own streams in place of the target's."""
     streams = drafted.streams[:PROMPT]
     (actual,) = drafted.draft.step([drafted.part(0, PROMPT)])
     for position in range(PROMPT, PROMPT + drafts - 1):
@@ -115,7 +115,7 @@ def test_chained_drafts(drafted: Drafted, drafts: int) -> None:
 
 
 def test_requests_of_a_batch(drafted: Drafted) -> None:
-    """Two requests in one draft forward, each as alone."""
+    """Two requests in one draft forward have the results of each alone."""
     harness, alone = drafted.harness, drafted.prefill()
     other = harness.open()
     tokens = drafted.served.corpus[4][:120]
@@ -128,7 +128,7 @@ def test_requests_of_a_batch(drafted: Drafted) -> None:
 
 
 def test_with_quantisers(quantised: Drafted) -> None:
-    """The same input, quantised by the reference too: fp32 agrees but for flips, bf16 to its rounding."""
+    """The reference quantises the same input: fp32 agrees except for values at a rounding limit, bf16 roughly."""
     logits, streams = quantised.prefill()
     _, expected = quantised.expected(quantised.streams[:PROMPT].float())
     error = (streams.float() - expected.flatten(1)).norm(dim=1) / expected.flatten(1).norm(dim=1)

@@ -1,4 +1,4 @@
-"""The oracles are held to the specification and to each other before anything of ours is held to them."""
+"""The oracles are tested against the specification and against each other."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""The release's fake-quantisers on: each sublayer from the input that ours had, against an independent reference that
-quantises (reference.py).
+"""Sublayers with the release's fake-quantisers on, compared with an independent reference that quantises (reference.py)
+and gets the same input.
 
-Never whole-model logits: on random weights the quantisers turn a 1e-6 perturbation into 0.1 (specification, section
-11.1). The indexer's and the router's choices are handed to the reference, and are compared by themselves.
+Logits of the whole model are not compared: on random weights the quantisers turn a 1e-6 perturbation into 0.1
+(specification, section 11.1). The reference gets the indexer's and the router's choices, which are compared separately.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ ByteRows = tuple[Served, Request, Recording]
 
 
 def assert_exact_but_for_flips(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Same arithmetic: fp32 rounding, but where it moves a value over a quantiser's threshold (one step of one of
-    >= 64 channels, a few tokens in a hundred)."""
+    """Equal up to fp32 rounding, except where that moves a value over a quantiser's threshold (one step of one of
+    >= 64 channels, in a few tokens of a hundred)."""
     error = relative_error(actual, expected)
     summary = (
         f"{what}: median {error.median():.1e}, max {error.max():.1e}, {(error > EXACT).sum()} of {len(error)} flips"
@@ -47,11 +47,11 @@ class Run:
         return self.served.config["compress_ratios"][layer]
 
     def selected(self, layer: int) -> Tensor | None:
-        """Ours [T, num_entries] bool, or None where there is no indexer."""
+        """Entries that our indexer selected, [T, num_entries] bool; None for a layer without one."""
         return self.record("selected", layer)[:, : PROMPT // 4] if self.ratio(layer) == 4 else None
 
     def attention(self, reference: Reference, layer: int, selected: Tensor | None = None) -> dict[str, Tensor]:
-        """(output, internal tensors) of the reference from our input, in the reference's dtype."""
+        """The reference's (output, internal tensors) for our input, in its own dtype."""
         trace = Trace()
         x = self.record("attn.in", layer).to(reference.dtype)
         output = reference.attention(x, f"layers.{layer}.", self.ratio(layer), trace, selected)
@@ -90,7 +90,7 @@ def test_attention(fp32_run: Run, layer: int) -> None:
 
 @pytest.mark.parametrize("layer", [i for i in LAYERS if i in (2, 4)])
 def test_indexer(fp32_run: Run, layer: int) -> None:
-    """Queries, keys and head weights, and the sets: they may differ only where the last choice was a close one."""
+    """Queries, keys, head weights, and the selected sets, which may differ only where the last score was close."""
     expected = fp32_run.attention(fp32_run.served.reference, layer)
     for name in ("index_q", "index_keys", "index_weights"):
         assert_exact_but_for_flips(fp32_run.record(name, layer), expected[name], f"layer {layer} {name}")
@@ -120,7 +120,7 @@ def test_moe(fp32_run: Run, layer: int) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_block(fp32_run: Run, layer: int) -> None:
-    """Streams in, streams out: both hyper-connections around both sublayers; the reference makes its own choices."""
+    """From streams to streams: both sublayers with their hyper-connections; the reference makes its own choices."""
     served = fp32_run.served
     expected = served.reference.block(
         fp32_run.record("block.in", layer), f"layers.{layer}.", fp32_run.ratio(layer), fp32_run.tokens
@@ -131,7 +131,7 @@ def test_block(fp32_run: Run, layer: int) -> None:
 
 @pytest.mark.parametrize("switch", ["kv_fp8", "indexer_fp4", "activations_fp8"])
 def test_a_missing_quantiser_shows(serve: Callable[..., Served], switch: str) -> None:
-    """The comparisons above can fail: a reference without one of the quantisers is far off."""
+    """The comparisons above can fail: a reference without one of the quantisers is far from our results."""
     run = record_run(serve("flash-like", qat="full", **QUANTISABLE))
     without = Reference(run.served.config, run.served.weights, dataclasses.replace(FULL, **{switch: False}))
     expected = run.attention(without, 2, run.selected(2))
@@ -147,8 +147,8 @@ def test_a_missing_quantiser_shows(serve: Callable[..., Served], switch: str) ->
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_bf16_is_as_close_as_the_reference_in_bf16(bf16_run: Run, layer: int) -> None:
-    """bf16 and fp32 round differently before each quantiser, so they differ by 2-5e-2. Ours may not differ more from
-    fp32 than the reference's own equations do when every activation is rounded to bf16 (and a tenth of its median)."""
+    """bf16 and fp32 round differently before each quantiser, so they differ by 2-5e-2. Our result may not differ more
+    from fp32 than the reference does with every activation rounded to bf16, plus a tenth of its median."""
     served, selected = bf16_run.served, bf16_run.selected(layer)
     in_bf16 = Reference(served.config, served.weights, FULL, torch.bfloat16)
     exact, rounded = (bf16_run.attention(r, layer, selected) for r in (served.reference, in_bf16))
@@ -171,7 +171,7 @@ def test_bf16_is_as_close_as_the_reference_in_bf16(bf16_run: Run, layer: int) ->
 
 @pytest.fixture(scope="module")
 def byte_rows(serve: Callable[..., Served]) -> ByteRows:
-    """bf16 model whose pools hold 584-byte rows, and what its attention layers gave them, not quantised yet."""
+    """A bf16 model whose pools have 584-byte rows, and the unquantised rows that its attention layers stored."""
     served = serve("flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS)
     request = served.harness.open()
     with recording(served.harness) as record:
@@ -182,7 +182,7 @@ def byte_rows(serve: Callable[..., Served]) -> ByteRows:
 
 
 def expected_row_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The 584-byte row of section 4.1: 448 e4m3, 64 bf16, then 7 ue8m0 and a zero."""
+    """The 584 bytes of a row as in section 4.1: 448 e4m3, 64 bf16, then 7 ue8m0 and a zero."""
     codes, scales = fp8_codes(rows[:, :448], 64)
     rope = rows[:, 448:].bfloat16().contiguous().view(torch.uint8)
     return torch.cat([codes, rope], 1), torch.cat([scales, torch.zeros_like(scales[:, :1])], 1)
@@ -230,7 +230,7 @@ def test_index_row_bytes(byte_rows: ByteRows, layer: int) -> None:
 
 
 def test_byte_rows_and_plain_rows_give_the_same_bits(byte_rows: ByteRows, serve: Callable[..., Served]) -> None:
-    """A plain row holds the fake-quantised values, so nothing downstream can tell the formats apart."""
+    """A plain row has the fake-quantised values, so both formats give the same results."""
     plain = serve("flash-like", dtype="bfloat16", qat="full", **REAL_ROWS)
     tokens = plain.corpus[4][:280]
     expected = plain.harness.run(tokens, 96, 270)
@@ -239,7 +239,7 @@ def test_byte_rows_and_plain_rows_give_the_same_bits(byte_rows: ByteRows, serve:
 
 
 def test_switches(serve: Callable[..., Served]) -> None:
-    """off, kv and full are three different models."""
+    """off, kv and full give three different results."""
     logits = {}
     for qat in ("off", "kv", "full"):
         served = serve("flash-like", qat=qat, **QUANTISABLE)

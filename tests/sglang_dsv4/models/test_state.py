@@ -1,6 +1,6 @@
-"""What a request may read: nothing but what it has written itself (specification, section 3.6).
+"""A request reads only rows that it has written itself (specification, section 3.6).
 
-Everything else in the pools is set to NaN, which one wrong read carries into the logits.
+All other rows of the pools are set to NaN; a single wrong read makes the logits NaN.
 """
 
 import math
@@ -23,14 +23,14 @@ from sglang_dsv4.attention.metadata import ForwardMetadata
 DRAFTS = 4
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
     return serve(request.param)
 
 
-@pytest.fixture(scope="module", params=["flash-like", "pro-like"])
+@pytest.fixture(scope="module", params=["flash-like", pytest.param("pro-like", marks=pytest.mark.slow)])
 def speculative(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Served:
-    """Rings with room for drafts, as a server with --speculative-algorithm EAGLE has them."""
+    """A model with rings that have room for drafts, as with --speculative-algorithm EAGLE."""
     return serve(
         request.param,
         server_args=dict(
@@ -43,7 +43,7 @@ def speculative(request: pytest.FixtureRequest, serve: Callable[..., Served]) ->
 
 
 def poison(harness: Harness, keep: dict[str, Tensor]) -> None:
-    """Sets every row of every pool to NaN, except the sinks (slot 0, page 0) and those that `keep` names.
+    """Set every row of every pool to NaN, except the null slot's and null page's, and the rows in `keep`.
 
     `keep` is {pool name: row numbers}, for all layers of that pool.
     """
@@ -51,7 +51,7 @@ def poison(harness: Harness, keep: dict[str, Tensor]) -> None:
     geometry = pool.geometry
     for name, layer, storage in pool.tensors():
         if name.startswith("tail checkpoint"):
-            storage.view(torch.uint8).fill_(0xFF)  # NaN in every format; no request here resumes from a checkpoint
+            storage.view(torch.uint8).fill_(0xFF)  # NaN in every format; no request here continues from a tail
             continue
         ratio = geometry.layer_ratio(layer)
         if name == "window rings":
@@ -75,7 +75,7 @@ def poison(harness: Harness, keep: dict[str, Tensor]) -> None:
 
 
 def minimal_state(harness: Harness, requests: Sequence[Request]) -> dict[str, Tensor]:
-    """The rows that section 3.6 lists, of all `requests`."""
+    """The rows that section 3.6 lists, for all `requests`."""
     geometry, table = harness.pool.geometry, harness.runner.req_to_token_pool.req_to_token
     keep = {}
 
@@ -100,7 +100,7 @@ def minimal_state(harness: Harness, requests: Sequence[Request]) -> dict[str, Te
 
 
 def poison_second_halves(harness: Harness, requests: Sequence[Request]) -> None:
-    """Of the group before the open one, CSA needs the first half of the channels only."""
+    """CSA needs only the first half of the channels of the group before the open one."""
     pool = harness.pool
     rows = pool.geometry.state_rows(4)
     for request in requests:
@@ -129,7 +129,7 @@ def test_minimal_state_is_enough(served: Served, length: int, mode: Mode) -> Non
 @pytest.mark.parametrize("length", [3, 129, 257])
 @pytest.mark.parametrize("mode", ["extend", "decode"])
 def test_minimal_state_of_byte_rows(serve: Callable[..., Served], length: int, mode: Mode) -> None:
-    """584-byte rows and FP4 keys, everything else all ones (NaN in every format): the same bits as undisturbed."""
+    """With 584-byte rows and FP4 keys, and all other bytes 0xFF (NaN in every format), the bits do not change."""
     served = serve("flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS)
     harness, tokens = served.harness, served.corpus[1][: length + 8]
     expected = harness.run(tokens)
@@ -159,10 +159,10 @@ def test_minimal_state_of_byte_rows(serve: Callable[..., Served], length: int, m
     ],
 )
 def test_one_row_less_is_too_little(served: Served, pool: str, lost: int) -> None:
-    """The poison reaches the logits: without any one of the rows of the minimal state they are wrong.
+    """The NaNs show in the logits: they are wrong if any row of the minimal state is lost.
 
     `lost` is the position of a raw row or window row, or the number of an entry, of a request of 201 tokens; the 60
-    that follow close an HCA group, and their indexer scores every key.
+    tokens that follow close an HCA group, and their indexer scores every key.
     """
     harness, tokens = served.harness, served.corpus[1]
     request = harness.open()
@@ -185,14 +185,14 @@ def test_one_row_less_is_too_little(served: Served, pool: str, lost: int) -> Non
     expected = served.expected[1]
     with pytest.raises(AssertionError, match="differ by more than"):
         assert_equal_logits(logits, OracleRun(expected.logits[201:261], expected.margins[201:261]))
-    # A NaN key is a choice gone wrong, of an entry that may be read.
+    # A NaN key makes the indexer select a wrong entry, whose row is not NaN.
     assert torch.isnan(logits).any() == (not pool.startswith("indexer"))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 130])
 @pytest.mark.parametrize("leftovers", ["old rows", "NaN"])
 def test_slot_reuse_after_a_longer_request(served: Served, length: int, leftovers: str) -> None:
-    """The next request takes the same slot and pages; its first tokens must not see what is in them."""
+    """The next request gets the same request slot and pages; its first tokens must not read their old rows."""
     harness = served.harness
     long = harness.open()
     harness.step([(long, served.corpus[1][:500].tolist())])
@@ -224,7 +224,7 @@ def test_chunk_edges_inside_groups(served: Served, cuts: tuple[int, ...]) -> Non
 
 
 def test_requests_do_not_see_each_other(served: Served) -> None:
-    """Three requests with interleaved pages; only their own minimal state survives each step."""
+    """Three requests with interleaved pages; after each step all rows except their minimal states are NaN."""
     harness = served.harness
     requests = [harness.open() for _ in range(3)]
     logits = [[], [], []]
@@ -244,14 +244,14 @@ def test_requests_do_not_see_each_other(served: Served) -> None:
 
 
 def wrong_drafts(tokens: Tensor, start: int, accepted: int) -> list[int]:
-    """DRAFTS tokens of which the first `accepted` are the sequence's own."""
+    """DRAFTS tokens, of which the first `accepted` continue the sequence."""
     drafts = tokens[start : start + DRAFTS].clone()
     drafts[accepted:] = (drafts[accepted:] + 17) % 100 + 2
     return drafts.tolist()
 
 
 def check_rejections(speculative: Served, prompt: int, accepted: int, steps: int = 5) -> None:
-    """Verify steps that keep `accepted` of DRAFTS tokens, and some decoding, against a sequence never drafted for."""
+    """Verify steps that accept `accepted` of DRAFTS tokens, and decode steps, compared with a run without drafts."""
     harness, tokens = speculative.harness, speculative.corpus[2]
     request = harness.open()
     logits = harness.step([(request, tokens[:prompt].tolist())])
@@ -270,7 +270,7 @@ def check_rejections(speculative: Served, prompt: int, accepted: int, steps: int
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255])
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
 def test_rejected_drafts_leave_no_trace(speculative: Served, prompt: int, accepted: int) -> None:
-    """Drafts that were rejected had closed CSA and HCA groups and wrapped the rings; what follows must not know."""
+    """Rejected drafts had closed CSA and HCA groups and wrapped the rings; later tokens must not be affected."""
     check_rejections(speculative, prompt, accepted)
 
 
@@ -280,7 +280,7 @@ def of_verify_steps(patch: pytest.MonkeyPatch, change: Callable[[ForwardMetadata
 
 
 def window_ring_of_128(patch: pytest.MonkeyPatch) -> None:
-    """Drafts take the places of rows that the window still has when they are rejected."""
+    """Drafts overwrite rows that are still in the window when the drafts are rejected."""
 
     def small(rows: Tensor) -> Tensor:
         return torch.where(rows < 0, rows, rows // 256 * 256 + rows % 128)
@@ -292,7 +292,7 @@ def window_ring_of_128(patch: pytest.MonkeyPatch) -> None:
 
 
 def compressor_state_of_8(patch: pytest.MonkeyPatch) -> None:
-    """Drafts take the places of raw rows of the open group, or of the one before it."""
+    """Drafts overwrite raw rows of the open group, or of the group before it."""
 
     def change(found: ForwardMetadata) -> ForwardMetadata:
         groups = found.compress[4]
@@ -306,7 +306,7 @@ def compressor_state_of_8(patch: pytest.MonkeyPatch) -> None:
 
 
 def closed_groups_stay(patch: pytest.MonkeyPatch) -> None:
-    """What a rejected draft has closed is not computed again."""
+    """A group that a rejected draft has closed is not computed again."""
     written: set[tuple[int, int]] = set()
 
     def change(found: ForwardMetadata) -> ForwardMetadata:
@@ -325,7 +325,7 @@ def closed_groups_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_row_sees_the_last_group(patch: pytest.MonkeyPatch) -> None:
-    """A row reads an entry of tokens behind it."""
+    """A row reads an entry of later tokens."""
 
     def change(found: ForwardMetadata) -> ForwardMetadata:
         visible = {r: v.view(-1, DRAFTS).amax(1).repeat_interleave(DRAFTS) for r, v in found.visible.items()}

@@ -1,11 +1,11 @@
-"""Sublayers on a GPU, with its kernels: each from the input that ours had, against the equations in fp32.
+"""Sublayers on a GPU with its kernels, compared with the equations in fp32 for the same input.
 
-A checkpoint in the released format (FP8, MXFP4) with the released dimensions, but for fewer layers and experts. Choices
-of the indexer and of the router are handed to the reference. On random weights bf16 differs from fp32 by some 4e-2 in
-an attention sublayer, with the quantisers on (specification, section 11.1). So ours may not differ more than the
-reference's own equations do when every activation is rounded to bf16.
+The checkpoint has the released format (FP8, MXFP4) and dimensions, but fewer layers and experts. The reference gets the
+choices of the indexer and of the router. On random weights bf16 differs from fp32 by some 4e-2 in an attention
+sublayer, with the quantisers on (specification, section 11.1). So our result may not differ more than the reference
+does with every activation rounded to bf16.
 
-On a CPU the same code runs over the references: that the test itself is right.
+On a CPU the same test runs over the references, which tests the test itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoint
 
-# A layer of each kind; of the experts those that the top-k needs, and two more.
+# A layer of each kind; two more experts than a token chooses.
 FEW = {"num_hash_layers": 1, "n_routed_experts": 8, "num_nextn_predict_layers": 0}
 FLASH = {"hidden_size": 4096, "moe_intermediate_size": 2048, "compress_ratios": (0, 4, 128)}
 PRO = {"hidden_size": 7168, "moe_intermediate_size": 3072, "compress_ratios": (128, 4)}
@@ -34,7 +34,7 @@ PROMPT, CHUNK, DECODE_FROM = 300, 150, 290
 
 
 class Run(NamedTuple):
-    """What one request's forwards saw and made."""
+    """Inputs and outputs of one request's forwards."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
@@ -42,20 +42,20 @@ class Run(NamedTuple):
     record: Recording
 
     def attention(self, reference: Reference, layer: int) -> Tensor:
-        """Of the reference, from our input and with our choice of entries."""
+        """The reference's output for our input, with our choice of entries."""
         ratio = self.config["compress_ratios"][layer]
         selected = self.record("selected", layer)[:, : PROMPT // 4] if ratio == 4 else None
         x = self.record("attn.in", layer).to(reference.dtype)
         return reference.attention(x, f"layers.{layer}.", ratio, selected=selected)
 
     def moe(self, reference: Reference, layer: int) -> Tensor:
-        """Of the reference, from our input and with our choice of experts."""
+        """The reference's output for our input, with our choice of experts."""
         x = self.record("ffn.in", layer).to(reference.dtype)
         return reference.moe(x, f"layers.{layer}.", self.tokens, experts=self.record("experts", layer))
 
 
 def run(folder: Path, shape: str) -> Run:
-    """A prompt in two chunks, then decode."""
+    """Record a prompt in two chunks, then decode."""
     write_checkpoint(folder, SHAPES[shape], seed=0)
     config = hf_config(SHAPES[shape])
     generator = torch.Generator().manual_seed(1)
@@ -67,7 +67,7 @@ def run(folder: Path, shape: str) -> Run:
 
 
 def check(found: Run) -> None:
-    """Every sublayer of every layer."""
+    """Compare every sublayer of every layer."""
     exact = Reference(found.config, found.weights, FULL)
     in_bf16 = Reference(found.config, found.weights, FULL, torch.bfloat16)
     for layer in range(found.config["num_hidden_layers"]):

@@ -74,7 +74,11 @@ class DraftingEngine(ServedEngine):
         return hit, self.proposed
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "fp8_e4m3"], ids=["plain-rows", "fp8-rows"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("bfloat16", marks=pytest.mark.slow), "fp8_e4m3"],
+    ids=["plain-rows", "fp8-rows"],
+)
 def row_format(request: pytest.FixtureRequest) -> str:
     return request.param
 

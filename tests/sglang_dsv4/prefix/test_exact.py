@@ -35,7 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "fp8_e4m3"], ids=["plain-rows", "fp8-rows"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("bfloat16", marks=pytest.mark.slow), "fp8_e4m3"],
+    ids=["plain-rows", "fp8-rows"],
+)
 def row_format(request: pytest.FixtureRequest) -> str:
     """The row format, with head_dim 512, for which both formats exist."""
     return request.param

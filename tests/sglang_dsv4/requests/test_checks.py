@@ -37,7 +37,7 @@ def test_unknown_token_ids_get_a_reason(request_: SimpleNamespace, named: str, m
     monkeypatch.setattr(live, "_live", object())
     reason = checks.refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
     assert reason is not None and named in reason
-    # SGLang runs a refused request for a token, with its sampling parameters.
+    # SGLang computes one token of a refused request, with its sampling parameters.
     assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
     assert checks.refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_a_seed_that_cannot_be_honoured_gets_a_reason(
     monkeypatch.setattr(checks, "sampling_setup", lambda: setup)
     greedy, seeded = request_of([5]), request_of([5])
     greedy.sampling_params.sampling_seed = seeded.sampling_params.sampling_seed = 7
-    greedy.sampling_params.top_k = 1  # draws nothing: its seed does no harm
+    greedy.sampling_params.top_k = 1  # it draws nothing, so its seed is not used
     assert checks.refuse_unknown_token_ids(None, greedy) is None  # type: ignore[arg-type]
     assert named in (checks.refuse_unknown_token_ids(None, seeded) or "")  # type: ignore[arg-type]
     assert seeded.sampling_params.sampling_seed is None

@@ -54,7 +54,7 @@ def test_a_cpu_user_needs_no_flags() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "torch.float32"])
 def test_float32_weights_stay_float32_on_a_cpu(dtype: str) -> None:
-    """SGLang's `--dtype auto` makes float16 of them."""
+    """SGLang's `--dtype auto` is float16 for them."""
     assert defaults.default_arguments(arguments(), SimpleNamespace(dtype=dtype))["dtype"] == "float32"
 
 
@@ -109,12 +109,12 @@ def resolved(checkpoint: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("chunk", [-1, 256, 1 << 20])
 def test_a_cpu_has_memory_whatever_the_chunk(chunk: int, resolved: Callable[..., Any]) -> None:
-    """SGLang took 1.5 MB for each of 16,384 tokens off it: with -1 the fraction was below 0 on 24 GB."""
+    """SGLang subtracts 1.5 MB for each of 16,384 tokens: with -1 the fraction was below 0 on 24 GB."""
     assert resolved(chunked_prefill_size=chunk).mem_fraction_static == defaults.CPU_MEM_FRACTION_STATIC
     assert resolved(chunked_prefill_size=chunk, mem_fraction_static=0.3).mem_fraction_static == 0.3
 
 
-def test_sglang_does_not_replace_a_page_size_without_a_word(resolved: Callable[..., Any]) -> None:
+def test_sglang_does_not_replace_a_page_size_silently(resolved: Callable[..., Any]) -> None:
     assert resolved().page_size == resolved(page_size=256).page_size == 256
     with pytest.raises(ValueError, match="--page-size 64: pages hold 256 tokens"):
         resolved(page_size=64)

@@ -1,4 +1,4 @@
-"""What SGLang's call of the plugin installs, and the switch that turns it off."""
+"""The hooks that the plugin installs when SGLang calls it, and the switch that turns it off."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_off_turns_everything_off(value: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("value", ["no", "disabled", "flase"])
 def test_an_unknown_switch_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It left the package on without a word. SGLang's plugin loader swallows every Exception; SystemExit is none."""
+    """Before, the package stayed on silently. SGLang's plugin loader catches every Exception; SystemExit is none."""
     monkeypatch.setenv("SGLANG_DSV4", value)
     with pytest.raises(SystemExit, match=rf"SGLANG_DSV4 is '{value}'; expected one of off, 0, false .*on, 1, true"):
         plugin.setup()
     monkeypatch.setattr(sys, "meta_path", [])
-    shims.activate()  # at the start of every Python program: no place to stop
+    shims.activate()  # runs at the start of every Python program, which must not end here
 
 
 def test_a_hook_on_a_missing_target_is_not_swallowed() -> None:

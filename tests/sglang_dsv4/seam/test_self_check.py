@@ -1,4 +1,4 @@
-"""The start-up check: what stops a DeepSeek-V4 server, and no other."""
+"""The start-up check stops a DeepSeek-V4 server that would run other code, and no server of another model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = ["DeepseekV4ForCausalLM"]
 
 @pytest.fixture(scope="module", autouse=True)
 def our_models_are_registered() -> None:
-    """SGLang fills its registry once a process, by the environment: before a test here changes that."""
+    """SGLang fills its registry once a process from the environment; do it before a test here changes that."""
     env.set_default(hooks.MODEL_PACKAGE_VARIABLE, hooks.OUR_MODELS)
     self_check.require_our_model_classes()
 
@@ -44,7 +44,7 @@ def test_another_sglang_version_stops_our_model(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_model_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang looks into one external package; with the user's own there it would serve its own DeepSeek-V4."""
+    """SGLang uses one external package only; with another one it would serve its own DeepSeek-V4."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "my.models")
     self_check.require_ready(["LlamaForCausalLM"])
     with pytest.raises(compat.StartupError, match=r"(?s)SGLANG_EXTERNAL_MODEL_PACKAGE is 'my\.models'.*unset it"):
@@ -104,7 +104,7 @@ def test_model_module_that_fails_to_import_is_an_error(monkeypatch: pytest.Monke
 
 
 def test_a_function_of_ours_that_fails_to_import_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of hooks are imported at their first call; a request would be the first to find it out."""
+    """Functions of hooks are imported at their first call, which may be a request long after the start."""
     hook = hooks.HOOKS[-1]._replace(function="sglang_dsv4.requests.gone:gone")
     monkeypatch.setattr(install, "_installed", [hook])
     self_check.require_ready(["LlamaForCausalLM"])

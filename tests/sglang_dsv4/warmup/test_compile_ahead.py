@@ -61,7 +61,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def modules() -> list[object]:
-    """Modules that get kernels by `load_or_compile`: by way of `host.launch`, or themselves."""
+    """Modules that call `load_or_compile`: `host.launch`, and those that call it without it."""
     from dsv4_kernels.host import launch
     from dsv4_kernels.moe import gpu as moe
     from dsv4_kernels.unpack import gpu as unpack
@@ -70,7 +70,7 @@ def modules() -> list[object]:
 
 
 def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:
-    """Each function of jobs in the table is asked once, though several ops share the kernels of some."""
+    """Every function of compile jobs in the table is called once, also if several ops share its kernels."""
     found = [op for op, _ in jobs(config())]
     asked: dict[str, str] = {}
     for op in forward_ops("cuda", {Option.FP8_WO_A, Option.FP8_LINEAR}):
@@ -80,7 +80,7 @@ def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:
 
 
 def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) -> None:
-    """By the choices that depend on the number of tokens: of the hyper-connections' plan and of heads a warp."""
+    """The number of tokens chooses the hyper-connections' plan and the heads a warp: all choices are compiled."""
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
     from dsv4_kernels.norm_rope_store import gpu as norm_rope_store
 
@@ -103,7 +103,7 @@ def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) ->
 def test_what_forwards_with_sharded_rows_run_is_compiled(
     hopper: dict[tuple, bool], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank's own rows no codes are made; fewer rows than in the smallest such forward need no kernel."""
+    """A rank's own rows are not quantised, and forwards of fewer rows than the smallest sharded one do not occur."""
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
 
     def compiled() -> set[str]:
@@ -123,7 +123,7 @@ def test_what_forwards_with_sharded_rows_run_is_compiled(
 
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
 def test_what_speculation_runs_is_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
-    """Of the target steps of one token and of all that are verified; of a draft also its blocks, and wide norms."""
+    """Target steps of one token and of all verified tokens; for a draft also its blocks, and norms of hidden_size."""
     from dsv4_kernels.norm import gpu as norm
     from sglang_dsv4.attention.metadata import step_layout
 
@@ -143,7 +143,7 @@ def test_what_speculation_runs_is_compiled(hopper: dict[tuple, bool], preset: st
 
 
 def test_products_are_compiled(hopper: dict[tuple, bool]) -> None:
-    """In every tile that a call may get, into either dtype."""
+    """Every tile that a call may get, with results in either dtype."""
     from dsv4_kernels.linear import gpu
 
     for _, job in jobs(config()):
@@ -199,7 +199,6 @@ def test_jobs_of_the_attention_are_all_its_kernels(
         registry.register(op, "here", registry._table[op]["sm90"].loader, lambda device, dtype: True, 100)
     monkeypatch.setattr(launch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "num_clusters", lambda device: (0, 132, 66, 39, 30, 22, 17, 15, 15, 9))
-    monkeypatch.setattr(launch, "_stream", lambda problem: None)
     monkeypatch.setattr(compile_cache, "_in_memory", {})
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     shapes = implementation.attention_shapes(GEOMETRY, heads, CPU)

@@ -1,4 +1,4 @@
-"""Which ops keep a step out of CUDA graphs, and whether DSpark's draft acceptance is captured."""
+"""Ops that keep a step out of CUDA graphs, and the capture of DSpark's draft acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_dsv4.warmup import cuda_graphs
 
 @pytest.mark.usefixtures("own_registry")
 def test_cuda_graphs_wait_for_kernels() -> None:
-    """References read lengths on the host; a kernel that is registered as safe for graphs takes them off the list."""
+    """References read lengths on the host; an op with a graph-safe kernel is not on the list."""
     from dsv4_kernels import registry
 
     for name, priority, graph_safe in (("waiting", 1000, False), ("capturable", 1001, True)):
@@ -35,7 +35,7 @@ def test_cuda_graphs_wait_for_kernels() -> None:
 def test_verify_steps_end_as_asked(
     architecture: str, switch: str | None, ranks: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The type by which SGLang decides, of ours only, and what else it decides by that."""
+    """The model type by which SGLang decides, changed for our models only, and every use of that type in SGLang."""
     from sglang.srt import runtime_context
     from sglang.srt.speculative.dspark_components import dspark_verify, dspark_worker_v2
 
@@ -62,7 +62,7 @@ def test_verify_steps_end_as_asked(
 
 
 def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Hopper GPU there is one, for the release's head_dim; another is served by the reference, which waits."""
+    """Hopper has an attention kernel for the release's head_dim; for another one the reference serves, which waits."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     assert cuda_graphs.uncapturable_ops("cuda", 512) == []

@@ -1,4 +1,4 @@
-"""The line that says how long a start took: phases do not count twice, and together they are all of it."""
+"""The log line on a start's time: nested phases do not count twice, and all parts add up to the total."""
 
 from __future__ import annotations
 

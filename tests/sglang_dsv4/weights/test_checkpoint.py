@@ -54,12 +54,12 @@ def assert_main_model_equals_transformers(checkpoint: Checkpoint, tokens: Tensor
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    # With 32 indexer heads no score is exactly 0, so that nothing is tied.
+    # With 32 indexer heads no score is exactly 0, so there are no ties.
     return write(tmp_path_factory.mktemp("tiny"), "tiny", index_n_heads=32, moe_intermediate_size=128)
 
 
 def test_quantised_checkpoint_in_fp32(tiny: Checkpoint) -> None:
-    """Dequantised weights, no fake-quantisers: the tight comparison, from the released format."""
+    """The released format with dequantised weights and no fake quantisers, for a tight tolerance."""
     expected = assert_main_model_equals_transformers(tiny, random_tokens(tiny, 400))
     assert (expected.margins <= 1e-5).sum() <= 2
 
@@ -77,7 +77,7 @@ def test_mtp_of_a_quantised_checkpoint(tiny: Checkpoint) -> None:
 
 
 def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny: Checkpoint) -> None:
-    """Without SGLANG_DSV4_QAT: the default follows the checkpoint. Sublayers from the same input, choices as ours."""
+    """Without SGLANG_DSV4_QAT the checkpoint decides. Sublayers get equal inputs and the choices of our layers."""
     harness = Harness(tiny.folder)
     tokens = random_tokens(tiny, 200)
     with recording(harness) as record:
@@ -96,13 +96,13 @@ def test_a_quantised_checkpoint_runs_the_release_s_quantisers(tiny: Checkpoint) 
 
 
 def test_experts_stored_as_fp8(tiny: Checkpoint, tmp_path: Path) -> None:
-    """V4-*-Base: experts in FP8; the format is told by the tensor's dtype."""
+    """V4-*-Base have experts in FP8; the tensor's dtype tells the format."""
     from safetensors.torch import load_file, save_file
 
     for shard in tiny.folder.glob("*.safetensors"):
         tensors = load_file(shard)
         for name in [n for n in tensors if ".experts." in n and n.endswith(".weight") and "shared" not in n]:
-            # Another scale for each 128 x 128 block; what e4m3 rounds away is read back by the oracle as well.
+            # Each 128 x 128 block has another scale. The oracle reads the rounded e4m3 values, too.
             value = 1.07 * tiny.weights[name]
             rows, columns = (-(-size // 128) for size in value.shape)
             exponents = torch.arange(rows * columns).view(rows, columns) % 3 - 9
@@ -120,7 +120,7 @@ def test_experts_stored_as_fp8(tiny: Checkpoint, tmp_path: Path) -> None:
 
 
 def test_nvfp4_experts(tmp_path: Path) -> None:
-    """modelopt's NVFP4 experts, and an MTP module whose experts stayed MXFP4."""
+    """modelopt's NVFP4 experts, with an MTP module whose experts are MXFP4."""
     checkpoint = write(tmp_path, "nvfp4", index_n_heads=32, moe_intermediate_size=128)
     assert_main_model_equals_transformers(checkpoint, random_tokens(checkpoint, 140))
 

@@ -1,4 +1,4 @@
-"""`config.json`, index and tokenizer as the launcher reads them: nothing is filled in, and what is wrong is named."""
+"""The launcher's checks of `config.json`, index and tokenizer: no default is filled in, and errors name the file."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_the_released_configs_pass(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("field", sorted(FLASH.keys() - MAY_BE_LEFT_OUT.keys() - {"model_type"}))
-def test_a_field_that_the_file_leaves_out_is_named(field: str, folder: Path) -> None:
-    """SGLang would fill in DeepSeek-V3's: 2.5 for routed_scaling_factor, no YaRN, 4,096 positions, ..."""
+def test_a_missing_field_is_named(field: str, folder: Path) -> None:
+    """SGLang would fill in DeepSeek-V3's value: 2.5 for routed_scaling_factor, no YaRN, 4,096 positions, ..."""
     write_config(folder, {name: value for name, value in FLASH.items() if name != field})
     with pytest.raises(ConfigError, match=rf"'{field}' is None; accepted: .*missing from config.json"):
         check_checkpoint(arguments(folder))
@@ -86,7 +86,7 @@ def test_a_field_that_may_be_left_out(field: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("field", sorted(FLASH["rope_scaling"]))
-def test_a_field_of_yarn_that_the_file_leaves_out_is_named(field: str, folder: Path) -> None:
+def test_a_missing_field_of_yarn_is_named(field: str, folder: Path) -> None:
     table = {name: value for name, value in FLASH["rope_scaling"].items() if name != field}
     write_config(folder, FLASH | {"rope_scaling": table})
     with pytest.raises(ConfigError, match=rf"\"rope_scaling\['{field}'\]\" is None"):
@@ -104,7 +104,7 @@ def resolve(folder: Path) -> None:
 
 
 def test_sglang_asks_us_before_it_fills_anything_in(folder: Path) -> None:
-    """It would put 43 layers beside the ratios of four, and transformers complain of `layer_types`."""
+    """SGLang would assume 43 layers where four have ratios, and transformers would report `layer_types`."""
     small = FLASH | {"compress_ratios": [0, 4, 128, 4, 0]}
     write_config(folder, {name: value for name, value in small.items() if name != "num_hidden_layers"})
     with pytest.raises(ConfigError, match="'num_hidden_layers' is None"):
@@ -114,7 +114,7 @@ def test_sglang_asks_us_before_it_fills_anything_in(folder: Path) -> None:
 def test_a_config_that_was_not_found_at_first_is_checked_with_sglangs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repository's name that only SGLang resolves, or a network that failed for a moment."""
+    """Only SGLang can resolve the repository's name, or the network failed for a moment."""
     monkeypatch.setattr(checkpoint_files, "check_checkpoint", lambda arguments: None)
     write_config(folder, {name: value for name, value in FLASH.items() if name != "routed_scaling_factor"})
     with pytest.raises(ConfigError, match="'routed_scaling_factor' is None"):
@@ -131,7 +131,7 @@ def test_the_draft_s_own_checkpoint_is_read_too(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", RELEASED)
 @pytest.mark.parametrize("spelling", ["official", "transformers"])
-def test_the_file_says_what_sglang_parses(name: str, spelling: str, tmp_path: Path) -> None:
+def test_the_files_config_equals_sglangs(name: str, spelling: str, tmp_path: Path) -> None:
     fields = RELEASED[name] if spelling == "official" else as_transformers_parses(RELEASED[name]).to_dict()
     parsed = as_sglang_parses(fields, tmp_path)
     assert Config.from_hf(stated(fields)) == Config.from_hf(parsed)
@@ -160,7 +160,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
 def test_overrides_are_those_of_sglang(overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Merged here and by SGLang, into a file that leaves swiglu_limit out where an override has it."""
+    """We and SGLang merge overrides alike, also into a file without swiglu_limit if an override has it."""
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     file = {name: value for name, value in FLASH.items() if name != "swiglu_limit" or name not in overrides}
@@ -172,14 +172,14 @@ def test_overrides_are_those_of_sglang(overrides: dict[str, Any], tmp_path: Path
     check_checkpoint(arguments(tmp_path, json_model_override_args=json.dumps(overrides), skip_tokenizer_init=True))
 
 
-def test_an_override_may_be_what_is_wrong(folder: Path) -> None:
+def test_a_wrong_override_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="'hc_mult' is 0"):
         check_checkpoint(arguments(folder, json_model_override_args='{"hc_mult": 0}'))
     with pytest.raises(ConfigError, match=r"rope_scaling\['factor'\]\" is inf"):
         check_checkpoint(arguments(folder, json_model_override_args='{"rope_scaling": {"factor": Infinity}}'))
 
 
-def test_a_parser_that_changes_a_field_is_found_out(tmp_path: Path) -> None:
+def test_a_field_that_sglangs_parser_changes_is_named(tmp_path: Path) -> None:
     parsed = as_sglang_parses(FLASH, tmp_path)
     parsed.index_topk = 513
     model_config = SimpleNamespace(model_path=str(tmp_path), revision=None, model_override_args={}, hf_config=parsed)
@@ -191,7 +191,7 @@ def test_a_parser_that_changes_a_field_is_found_out(tmp_path: Path) -> None:
     "content", [b"", b'{"weight_map": {"a', b"\xff\xfe\x00", b"[]", b'{"metadata": {}}', b'{"weight_map": {"a": 1}}']
 )
 def test_an_index_that_cannot_be_read_is_named(content: bytes, folder: Path) -> None:
-    """It ended in a JSONDecodeError or a KeyError that named no file."""
+    """Before, it ended in a JSONDecodeError or a KeyError that named no file."""
     (folder / INDEX_FILE).write_bytes(content)
     with pytest.raises(CheckpointFileError, match=rf"{folder}/{INDEX_FILE} .*(?i:fetch the file again)"):
         check_checkpoint(arguments(folder))

@@ -1,4 +1,4 @@
-"""NVFP4 experts as NVIDIA's modelopt exports them: read into the numbers they stand for, and mistakes named.
+"""NVFP4 experts as NVIDIA's modelopt exports them: loaded values are right, and mistakes are named.
 
 The values are compared with `oracle.read_dequantised`, which takes the bytes apart by itself and rounds once.
 """
@@ -46,7 +46,7 @@ def main(folder: Path) -> nn.Module:
 
 
 def test_the_files_have_modelopt_s_layout(folder: Path, checkpoint: Checkpoint) -> None:
-    """Names, dtypes and shapes of nvidia/DeepSeek-V4-*-NVFP4; the draft's experts are as released."""
+    """Names, dtypes and shapes are those of nvidia/DeepSeek-V4-*-NVFP4; the draft's experts are as released."""
     d, inner = SHAPE.hidden_size, SHAPE.moe_intermediate_size
     weight, scale = checkpoint[f"{EXPERT}.weight"], checkpoint[f"{EXPERT}.weight_scale"]
     assert (weight.dtype, weight.shape) == (torch.uint8, (d, inner // 2))
@@ -67,7 +67,7 @@ def test_the_files_have_modelopt_s_layout(folder: Path, checkpoint: Checkpoint) 
     assert "mtp.*" in declared["ignore"] and "mtp.*" in manifest["exclude_modules"]
 
 
-def test_weights_are_the_numbers_that_they_stand_for(folder: Path, main: nn.Module, checkpoint: Checkpoint) -> None:
+def test_loaded_weights_are_the_dequantised_values(folder: Path, main: nn.Module, checkpoint: Checkpoint) -> None:
     expected = read_dequantised(folder)
     parameters = loaded(main, checkpoint)
     assert unfilled(main) == []
@@ -88,8 +88,8 @@ def test_order_does_not_matter(main: nn.Module, checkpoint: Checkpoint, order: s
     assert_same(loaded(main, {name: checkpoint[name] for name in names}), expected)
 
 
-def test_experts_that_stayed_as_released_load_beside_them(main: nn.Module, checkpoint: Checkpoint) -> None:
-    """The tensors tell, matrix by matrix."""
+def test_experts_in_the_releases_format_load_too(main: nn.Module, checkpoint: Checkpoint) -> None:
+    """The dtype of each matrix tells its format."""
     mixed = dict(checkpoint)
     for last in ("weight_scale", "weight_scale_2", "input_scale"):
         del mixed[f"{EXPERT}.{last}"]
@@ -178,7 +178,7 @@ def test_mistakes_are_named(
 
 @pytest.mark.parametrize("first", ["weight", "scale"])
 def test_scales_without_their_weight_are_named(main: nn.Module, checkpoint: Checkpoint, first: str) -> None:
-    """An MXFP4 weight and scale in the place of the NVFP4 one's weight only."""
+    """An MXFP4 weight and scale replace the NVFP4 weight, and its NVFP4 scales stay."""
     mixed = dict(checkpoint)
     mixed[f"{EXPERT}.weight"] = checkpoint["mtp.0.ffn.experts.3.w2.weight"]
     mixed[f"{EXPERT}.scale"] = checkpoint["mtp.0.ffn.experts.3.w2.scale"]
@@ -188,7 +188,7 @@ def test_scales_without_their_weight_are_named(main: nn.Module, checkpoint: Chec
 
 
 def test_the_largest_numbers_are_no_mistake(main: nn.Module, checkpoint: Checkpoint) -> None:
-    """6 times 448 times what bf16 still holds; scales of zero; a global scale of one entry."""
+    """The largest values that bf16 can hold; scales of zero; a global scale of one entry."""
     large = dict(checkpoint)
     large[f"{EXPERT}.weight"] = with_last(checkpoint[f"{EXPERT}.weight"], 0x7F)
     large[f"{EXPERT}.weight_scale"] = e4m3(0x7E)(checkpoint[f"{EXPERT}.weight_scale"])
@@ -209,7 +209,7 @@ def test_nvfp4_tensors_that_the_config_does_not_declare_are_refused(main: nn.Mod
 
 
 class SglangsExperts(nn.Module):
-    """Parameters of one layer's experts as SGLang's NVFP4 method makes them, filled by SGLang's own loader."""
+    """One layer's expert parameters, made by SGLang's NVFP4 method and filled by SGLang's loader."""
 
     def __init__(self) -> None:
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -247,7 +247,7 @@ def experts_only(config: Config) -> TensorTable:
 
 
 def test_sglang_s_nvfp4_experts_get_the_files_bytes(checkpoint: Checkpoint) -> None:
-    """On a GPU nothing is dequantised: SGLang's method holds codes and all scales, under SGLang's names."""
+    """On a GPU weights are not dequantised: SGLang's method holds codes and all scales, under SGLang's names."""
     config = Config.from_hf(SimpleNamespace(**hf_config(SHAPE)))
     model = SglangsExperts()
     load_checkpoint(model, config, experts_only(config), iter(checkpoint.items()))

@@ -1,4 +1,4 @@
-"""Loading official checkpoints: all of a file is used, none of the model is left empty, and mistakes are named.
+"""Loading official checkpoints: every tensor is used, every parameter is filled, and mistakes are named.
 
 The model has the `tiny` preset's layers: every kind, both routers and an MTP module. A checkpoint is a dict of tensors
 here; only the cut-short files go through SGLang's reader.
@@ -63,7 +63,7 @@ def quantised(folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def plain(quantised: Checkpoint) -> Checkpoint:
-    """The same values with nothing quantised."""
+    """The checkpoint's values, dequantised."""
     return {name: dequantised(quantised, name) for name in quantised if not name.endswith(".scale")}
 
 
@@ -121,7 +121,7 @@ def test_quantised_and_dequantised_checkpoints_load_the_same(
         assert_same(actual, expected)
 
 
-def test_values_arrive_where_they_belong(main: nn.Module, quantised: Checkpoint, plain: Checkpoint) -> None:
+def test_values_are_loaded_into_their_parameters(main: nn.Module, quantised: Checkpoint, plain: Checkpoint) -> None:
     parameters = loaded(main, quantised)
     assert torch.equal(parameters["model.layers.1.attn.wq_b.weight"].float(), plain["layers.1.attn.wq_b.weight"])
     assert torch.equal(parameters["model.layers.2.attn.attn_sink"], plain["layers.2.attn.attn_sink"])
@@ -147,7 +147,7 @@ def test_order_does_not_matter(main: nn.Module, quantised: Checkpoint, order: st
 
 
 def test_experts_may_be_fp8(main: nn.Module, quantised: Checkpoint) -> None:
-    """The released Base models' format; the dtype tells, as `expert_dtype` may be absent."""
+    """The released Base models have FP8 experts. The dtype tells the format, since `expert_dtype` may be absent."""
     with_fp8 = dict(quantised)
     for name in quantised:
         if ".ffn.experts." in name and name.endswith(".weight"):
@@ -159,7 +159,7 @@ def test_experts_may_be_fp8(main: nn.Module, quantised: Checkpoint) -> None:
 
 
 def test_loading_streams(main: nn.Module, quantised: Checkpoint) -> None:
-    """In the order of SGLang's reader, no weight outlives the step that brings it, but in the loop's own variable."""
+    """In the order of SGLang's reader no weight is held after the iteration that reads it."""
 
     def items() -> Iterator[tuple[str, Tensor]]:
         weights: list[weakref.ref[Tensor]] = []
@@ -267,7 +267,7 @@ MISTAKES: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
         with_tensor("layers.0.hc_attn_base", lambda t: with_last(t, -math.inf)),
         r"'layers\.0\.hc_attn_base' \(infinite\)",
     ),
-    "values-beside-a-missing-tensor": (
+    "values-and-a-missing-tensor": (
         two_mistakes,
         r"1 missing tensors: 'norm\.weight'.*1 tensors hold.*'head\.weight' \(infinite\)",
     ),
@@ -291,7 +291,7 @@ def test_mistakes_are_named(
 
 
 def test_the_largest_numbers_of_every_format_are_no_mistake(main: nn.Module, quantised: Checkpoint) -> None:
-    """448 and -448 times 2**119, 6 times 2**125, and the ends of bf16 and fp32."""
+    """448 and -448 times 2**119, 6 times 2**125, and the largest bf16 and fp32."""
     checkpoint = dict(quantised)
     codes = with_last(checkpoint[f"{QUANTISED}.weight"].view(torch.uint8), 0x7E)
     codes.view(-1)[0] = 0xFE
@@ -307,10 +307,10 @@ def test_the_largest_numbers_of_every_format_are_no_mistake(main: nn.Module, qua
     assert parameters["model.layers.2.ffn.experts.w2_weight"][3].view(-1)[-1] == 6 * 2.0**125
 
 
-def test_values_are_judged_without_a_wait_at_each_tensor(
+def test_values_are_checked_without_waiting_at_each_tensor(
     main: nn.Module, quantised: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number of a tensor on a GPU is read by waiting for the GPU. The ids of hash layers are, three tensors."""
+    """Reading a number from a GPU waits for the GPU. Only the ids of hash layers, three tensors, are read at once."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from sglang_dsv4.weights import values as weight_values
@@ -337,7 +337,7 @@ def test_values_are_judged_without_a_wait_at_each_tensor(
 
 
 def test_quantised_weights_without_a_quantization_config_are_refused(main: nn.Module, quantised: Checkpoint) -> None:
-    """The quantisers that the release was trained with would be off, without a word."""
+    """The quantisers that the release was trained with would be off, and no message would say so."""
     config = replace(main.dsv4_config, quantised_checkpoint=False)
     with pytest.raises(
         CheckpointError, match=r"'.*weight' is \w+ with scales, but config.json has no quantization_config"
@@ -386,7 +386,7 @@ def test_a_file_cut_short_is_named(
 def test_a_file_with_a_damaged_header_is_named(
     main: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
 ) -> None:
-    """It used to end in a JSONDecodeError about "line 1 column 1"."""
+    """Before, it ended in a JSONDecodeError about "line 1 column 1"."""
     file = tmp_path / "model-00001-of-00002.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     monkeypatch.setattr(main.config, "_name_or_path", str(tmp_path))
@@ -394,7 +394,7 @@ def test_a_file_with_a_damaged_header_is_named(
         main.load_weights(safetensors_weights_iterator([str(file)]))
 
 
-def test_cut_tensors_lists_what_is_lost(folder: Path, tmp_path: Path) -> None:
+def test_cut_tensors_lists_the_lost_tensors(folder: Path, tmp_path: Path) -> None:
     source = sorted(folder.glob("*.safetensors"))[0]
     assert cut_tensors(source) == []
     tensors = load_file(source)
@@ -425,7 +425,7 @@ def dspark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
-    """Its draft is left out by name: a name that no draft has is unknown, with or without its stage's number."""
+    """Its draft is skipped by name: a name that no draft has is unknown, with or without a stage's number."""
     tensors = {n: t for file in sorted(dspark_folder.glob("*.safetensors")) for n, t in load_file(file).items()}
     harness = Harness(dspark_folder)
     harness.model.load_weights(tensors.items())
@@ -435,7 +435,7 @@ def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
 
 
 def test_the_draft_of_the_releases_has_as_many_tensors_as_their_index_says() -> None:
-    """4,705 of DSpark's on 0731, 1,575 of the MTP module's before."""
+    """4,705 tensors for DSpark in 0731, 1,575 for the MTP module in earlier releases."""
     from model.released_configs import FLASH, FLASH_0731, Fields
 
     from sglang_dsv4.model_config.config import Config

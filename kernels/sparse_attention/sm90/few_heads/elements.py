@@ -1,4 +1,4 @@
-"""Elements of a token's keys in the kernel for few heads: which there are, whose, and their merges (kernel.py)."""
+"""Elements of a token's keys in the kernel for few heads: their division among CTAs, and their merges (kernel.py)."""
 
 from typing import NamedTuple
 
@@ -21,22 +21,22 @@ from dsv4_kernels.sparse_attention.sm90.few_heads.softmax import column_of
 from dsv4_kernels.sparse_attention.sm90.plan import DIM, GROUP, GROUPS, NO_ROW_MAX, Arguments
 from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
-# Elements of a token, and parts of them
+# Elements of a token, and its parts
 
 
 class Keys(NamedTuple):
-    """How a token's keys are divided."""
+    """The division of a token's keys."""
 
     steps: Int32
     kv_splits: Int32
     elements: Int32
     leaves: Int32
-    """What its CTAs compute each by itself: its elements, or its tiles."""
+    """Units that CTAs compute separately: the token's elements, or its tiles."""
 
 
 @cute.jit
 def divide_keys(args: Arguments, steps: Int32, parts: Int32) -> Keys:
-    """Of a token with so many steps."""
+    """The division of a token of `steps` steps among `parts` CTAs."""
     kv_splits = Int32(1)
     if args.steps_per_kv_split > 0:
         if steps > args.steps_per_kv_split:
@@ -53,7 +53,7 @@ def divide_keys(args: Arguments, steps: Int32, parts: Int32) -> Keys:
 
 @cute.jit
 def first_tile(keys: Keys, leaf: Int32) -> Int32:
-    """Of a leaf, or behind the last one; KV splits begin at steps, pieces of one at any tile."""
+    """First tile of a leaf; for `leaf == keys.leaves` the end. KV splits begin at steps, pieces of one at any tile."""
     tile = Int32(0)
     if keys.kv_splits > 1:
         tile = ptx.divide(leaf * keys.steps, keys.leaves) * TILES_OF_STEP
@@ -63,7 +63,7 @@ def first_tile(keys: Keys, leaf: Int32) -> Int32:
 
 
 def first_leaf(keys: Keys, part: Int32, parts: Int32) -> Int32:
-    """Of a part, or behind the last one. The first part has at least one."""
+    """First leaf of a part; for `part == parts` the end. The first part has at least one leaf."""
     return ptx.divide(part * keys.leaves + parts - 1, parts)
 
 
@@ -71,16 +71,16 @@ def first_leaf(keys: Keys, part: Int32, parts: Int32) -> Int32:
 
 
 def clear(row_max: cute.Tensor, row_sum: cute.Tensor, values: cute.Tensor) -> None:
-    """The result of no keys."""
+    """Sets a result to that of no keys."""
     row_max.fill(NO_ROW_MAX)
     row_sum.fill(0.0)
     values.fill(0.0)
 
 
 def merge_factors(before: Float32, joining: Float32) -> tuple:
-    """(row max of both, factor of what is there, factor of what joins it), of elements and their merges.
+    """(row max of both, scale of the old values, scale of the new values), for merges of elements.
 
-    Not lazily, as tiles are merged: weights within an element may be 2**RESCALE_LOG2 already.
+    Unlike merges of tiles it is not lazy: weights within an element may be 2**RESCALE_LOG2 already.
     """
     largest = ptx.fmax(before, joining)
     return largest, ptx.exp2(before - largest), ptx.exp2(joining - largest)
@@ -96,7 +96,7 @@ def merge_element(
     row_sum: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges an element into those before it, as `combine` does with all; their statistics are in shared memory."""
+    """Merges an element into the earlier elements, as `combine` does; the statistics of these are in shared memory."""
     stats = Int32(shared.stats.data_ptr().toint()) + lane % 4 * 16
     total_max, total_sum = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
     before, joining = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
@@ -107,7 +107,7 @@ def merge_element(
     for at in cutlass.range_constexpr(cute.size(out)):
         c = column_of(at)
         total[at] = ptx.fma(out[at], joining[c], total[at] * before[c])
-    cute.arch.barrier()  # all have read them
+    cute.arch.barrier()  # all threads have read the statistics
     store_stats(shared, warp, lane, 0, total_max, total_sum)
 
 
@@ -120,7 +120,7 @@ def store_stats(
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
 ) -> None:
-    """Statistics of an element to shared memory, by four lanes."""
+    """Stores the statistics of an element to shared memory, by four lanes."""
     if (warp == 0) & (lane < 4):
         stats = Int32(shared.stats.data_ptr().toint()) + (place * COLUMNS + lane * 2) * 8
         for c in cutlass.range_constexpr(STATISTICS):
@@ -131,8 +131,8 @@ def store_stats(
 
 
 def place_of(channel: Int32, head: Int32) -> Int32:
-    """Where an element has a channel of a head, in bytes: [512 channels][heads] in fp32, heads and channels swapped by
-    eights and ones so that threads of a warp find different banks, those that leave and those that merge."""
+    """Byte offset of a channel of a head in an element: [512 channels][heads] fp32, with heads and channels swapped by
+    eights and ones, so that the threads of a warp access different banks both when storing and when merging."""
     other = (channel // 16 ^ channel // 2) & 1
     return ((channel ^ (channel // 8 & 1)) * COLUMNS + (head ^ (other * 8))) * 4
 
@@ -146,8 +146,8 @@ def leave_element(
     place: cutlass.Constexpr,
     out: cute.Tensor,
 ) -> None:
-    """An element to shared memory, where all CTAs of the cluster read it, its channels in their own order."""
-    lane = ptx.opaque(lane)  # places are computed here, not kept in registers since before the loops
+    """Stores an element to shared memory, where all CTAs of the cluster read it; undoes the permutation of channels."""
+    lane = ptx.opaque(lane)  # offsets are computed here, not kept in registers during the loops
     quad, group_bytes = lane % 4, GROUP * COLUMNS * 4
     base = Int32(shared.values.data_ptr().toint()) + (place * ELEMENT_BYTES)
     plain = [warp * 16 + lane // 4 + 8 * i for i in range(2)]
@@ -163,10 +163,12 @@ def leave_element(
 
 
 def load_channels(groups: int, values: list, parts: Int32) -> list:
-    """Eight adjacent channels of every 64 that a CTA has, of a head: of `groups` times 64, or of half as many. `values`
-    is where the first four are; the others are as far apart."""
+    """Eight adjacent channels of every 64 that a CTA has, of a head; of `groups` times 64 channels, or half as many.
+
+    `values` are the addresses of the first four channels; the others have the same distances.
+    """
     offsets = [(group * GROUP + j) * COLUMNS * 4 for group in range(groups) for j in (0, 0, 0, 0, 4, 4, 4, 4)]
-    if groups == GROUPS:  # of one CTA, this one
+    if groups == GROUPS:  # a single CTA: its own shared memory
         return [ptx.load_shared_f32(values[n % 4] + offset) for n, offset in enumerate(offsets)]
     exists = [Int32(GROUPS - 1) - group * parts for group in range(groups)]
     return [ptx.load_cluster_f32_if(exists[n // 8], values[n % 4] + offset) for n, offset in enumerate(offsets)]
@@ -183,9 +185,10 @@ def merge_all(
     row_sum: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges all leaves of the token, of these channels; `own` is where this CTA has the first four in its first one.
+    """Merges all leaves of the token, for this CTA's channels; `own` are the addresses of the first four channels in
+    this CTA's first leaf.
 
-    Tiles are merged to elements as a CTA merges them that has the whole element, and to nothing without a change.
+    Tiles are merged to elements as in a CTA that has the whole element; a merge into an empty result changes no bit.
     """
     tiles_max, tiles_sum = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
     tiles_out = cute.make_rmem_tensor((8 * groups,), Float32)
@@ -194,7 +197,7 @@ def merge_all(
     for other in cutlass.range(parts, unroll=1):
         begin, end = first_leaf(keys, other, parts), first_leaf(keys, other + 1, parts)
         if (begin == 0) & (keys.leaves == keys.elements):
-            end = Int32(1)  # it has merged its own
+            end = Int32(1)  # that part has merged its elements
         for i in cutlass.range(end - begin, unroll=1):
             values = [place + i * ELEMENT_BYTES for place in own]
             stats = own_stats + i * (COLUMNS * 8)
@@ -204,7 +207,7 @@ def merge_all(
             else:
                 joining_max, joining_sum = ptx.load_shared_f32x2(stats)
             joining = load_channels(groups, values, parts)
-            if const_expr(groups > GROUPS // PIECES):  # parts are not more than pieces: leaves are elements
+            if const_expr(groups > GROUPS // PIECES):  # at most as many parts as pieces: leaves are elements
                 merge_into(row_max, row_sum, out, joining_max, joining_sum, joining)
             else:
                 before, weight = rescale_factors(tiles_max, joining_max, 0)
@@ -226,7 +229,7 @@ def merge_into(
     joining_sum: Float32,
     joining: cute.Tensor | list,
 ) -> None:
-    """Merges an element, or some of its channels, into those before it."""
+    """Merges an element, or some of its channels, into the earlier elements."""
     row_max[0], before, weight = merge_factors(row_max[0], joining_max)
     row_sum[0] = ptx.fma(joining_sum, weight, row_sum[0] * before)
     for at in range(len(joining) if isinstance(joining, list) else cute.size(joining)):
@@ -246,7 +249,7 @@ def combine(
 ) -> None:
     """Merges all elements of the token for this CTA's part of the channels, and writes O.
 
-    A thread has a head, and of every 64 channels eight.
+    A thread has one head and eight channels of every 64.
     """
     head, chunk = thread % COLUMNS, thread // COLUMNS
     first = part * ptx.divide(Int32(DIM), parts)

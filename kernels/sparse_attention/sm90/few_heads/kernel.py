@@ -1,47 +1,48 @@
-"""Attention on Hopper with 16 heads or less, where gathering and converting rows is the work.
+"""Attention on Hopper with 16 heads or less, where gathering and converting rows dominates.
 
-The other kernels multiply 64 heads by the keys, as many as there are or not. Here keys are the rows of both products
-and heads the columns, so that the tensor core's time and what is read for it shrink with the heads:
+The other kernels multiply 64 heads by the keys, however few exist. Here keys are the rows of both products and heads
+the columns, so that the time and the operand reads of the tensor core shrink with the heads:
 
-    S^T[64 keys, heads] = K Q^T          keys from registers: those of the threads that converted them
+    S^T[64 keys, heads] = K Q^T          keys from registers of the threads that converted them
     O^T[64 channels, heads] = V^T P^T    values from shared memory, where the same threads have stored them
 
-Every row is loaded, converted and stored once. A thread has two rows, of which it has 16 adjacent channels of every
-group; those are its part of four operands of `wgmma` if the channels of Q are put into their order (`rows.store_q`), so
-nothing is exchanged for the scores. The operands go to shared memory as they are, so values have that order, too, and O
-until it leaves the registers. Row numbers, holes and scales are the thread's own and need no shared memory.
+Every row is loaded, converted and stored once. A thread has two rows, and 16 adjacent channels of each in every group.
+These are its fragments of four `wgmma` operands if the channels of Q are permuted accordingly (`rows.store_q`), so the
+scores need no exchange between threads. The operands are stored to shared memory as they are, so values are permuted in
+the same way, and so is O until it is written. Row indices, holes and scales stay in the thread's registers.
 
-What a thread converts it has asked for a tile ahead, by `cp.async`: e4m3 to a place of its own, which it alone reads
-and asks to be filled again; bf16 (the last 64 channels of an FP8 row) to where the values are, as soon as the previous
-tile's have been multiplied. So a tile's rows are on their way during the whole tile before, in no registers.
+A thread loads its rows a tile ahead by `cp.async`: e4m3 to a buffer of its own, which it alone reads and refills; bf16
+(the last 64 channels of an FP8 row) to the values' memory, as soon as the previous tile's values have been multiplied.
+So a tile's rows are loaded during the whole previous tile, without using registers.
 
-A work tile is a token, or a part of its keys. There are no roles: all threads load, convert, multiply and merge. A CTA
-is one warpgroup, of which two find room on a multiprocessor: while one waits, the other one works.
+A work tile is a token, or a part of its keys. Warps have no roles: all threads load, convert, multiply and merge. A CTA
+is one warpgroup, and two CTAs fit on a multiprocessor: while one waits, the other works.
 
-Whole tokens, of which there may be many, are computed by as many CTAs as find room, one after the other: a token's
-first rows, Q and row numbers are asked for while the elements of the one before are merged. The parts of a token have a
-CTA each, which ends.
+Whole tokens, which may be many, are computed by as many CTAs as fit, in a loop over tokens: the first rows, Q and row
+indices of the next token are loaded while the elements of the current token are merged. If a token is divided into
+parts, each part has a CTA, which then ends.
 
-Keys come in tiles of 64. Each is computed as if it were alone, with its own maximum and products that begin at zero,
-and then merged, lazily as in persistent.py. The order of the merges follows from the token's own length: tiles are
-merged to elements, and elements to the token's result. Elements are its KV splits (split.py); if it has a single one,
-PIECES of that. So whoever computes an element, the bits are the same.
+Keys come in tiles of 64. Each is computed by itself, with its own maximum and products that begin at zero, and then
+merged, lazily as in persistent.py. The order of the merges follows from the token's own length: tiles are merged to
+elements, and elements to the token's result. The elements of a token are its KV splits (split.py), or, if it has a
+single KV split, PIECES parts of that. So the bits do not depend on which CTA computes an element.
 
-Where tokens are few, `parts` CTAs share the elements of a token, at most two each (but the first CTA, which may merge
-those it has). They are a cluster: each leaves its elements in its own shared memory, all meet, and each merges all
-elements for its part of the channels. If there are more CTAs than pieces, they share the tiles: each leaves up to two,
-and whoever merges merges them to elements first. No CTA waits for another one but within a cluster, whose CTAs begin
-together, and there are no counters or scratch memory; so nothing depends on what else runs on the GPU.
+Where tokens are few, `parts` CTAs share the elements of a token, at most two each (except the first CTA, which may
+merge its elements). They are a cluster: each stores its elements in its own shared memory, all meet, and each merges
+all elements for its part of the channels. If there are more CTAs than pieces, they share the tiles: each stores up to
+two, and the CTA that merges them first merges tiles to elements. A CTA waits for other CTAs only within a cluster,
+whose CTAs start together, and there are no counters and no scratch memory: correctness does not depend on what else
+runs on the GPU.
 
     who waits         for what                                                      at
     a thread          16 channels of its rows, of the group it converts next        cp.async group
     the CTA           maxima of its warps                                           TILE_BARRIER
     the CTA           P, values and sums                                            TILE_BARRIER
     the CTA           its products have read the values                             TILE_BARRIER
-    the CTA           the last copies, which were zeros, to where elements go       TILE_BARRIER
+    the CTA           the last copies (zeros) to the memory of the elements         TILE_BARRIER
     the CTA           Q; reads of the statistics that an element changes            barrier 0
     the cluster       leaves of all parts; that all have been read                  cluster barrier
-    the CTA           the same of a whole token, before the next one                barrier 0
+    the CTA           the same for a whole token, before the next token             barrier 0
 """
 
 from typing import NamedTuple
@@ -76,7 +77,7 @@ from dsv4_kernels.sparse_attention.sm90.softmax import multiply
 
 @cute.jit
 def launch(config: cutlass.Constexpr, arguments: Arguments, clusters: Int32, stream: cuda.CUstream) -> None:
-    """As many CTAs as a token has parts are a cluster."""
+    """Launches clusters of as many CTAs as a token has parts."""
     kernel(config, arguments).launch(
         grid=[arguments.ctas_per_token, clusters, 1],
         cluster=[arguments.ctas_per_token, 1, 1],
@@ -90,7 +91,7 @@ def launch(config: cutlass.Constexpr, arguments: Arguments, clusters: Int32, str
 
 @cute.kernel
 def kernel(config: cutlass.Constexpr, args: Arguments) -> None:
-    """One part of the keys of some tokens, and one part of their channels."""
+    """Computes one part of the keys of some tokens, and one part of their channels."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     part, token, _ = cute.arch.block_idx()
@@ -100,21 +101,22 @@ def kernel(config: cutlass.Constexpr, args: Arguments) -> None:
 
 
 class Leaves(NamedTuple):
-    """What a part computes of a token."""
+    """The leaves of a token that a part computes."""
 
     keys: elements.Keys
     begin: Int32
     end: Int32
     tile: Int32
+    """First tile of its leaves."""
     last: Int32
-    """Tiles of all its leaves: from one to behind the other."""
+    """End of the tiles of its leaves."""
 
 
 @cute.jit
 def leaves_of(
     config: cutlass.Constexpr, args: Arguments, token: Int32, visible: Int32, part: Int32, parts: Int32
 ) -> Leaves:
-    """Of a part of a token; no tiles if there is no such token."""
+    """The leaves of a part of a token; no tiles if the token does not exist."""
     keys = elements.divide_keys(args, scheduler.count_steps(args, visible), parts)
     begin, end, tile, last = Int32(0), keys.leaves, Int32(0), keys.steps * TILES_OF_STEP
     if parts > 1:
@@ -136,8 +138,10 @@ def attend(
     part: Int32,
     parts: Int32,
 ) -> None:
-    """Computes this part's leaves of every token of the cluster's and leaves them in shared memory, the first elements
-    of the token as one; and merges them."""
+    """Computes this part's leaves of every token of the cluster, stores them to shared memory, and merges them.
+
+    The part that has a token's first elements merges its elements before it stores them.
+    """
     lane, warp = thread % 32, thread // 32
     row, quad = warp * 16 + lane // 4, lane % 4
     places = rows.Places.of(shared, thread)
@@ -162,7 +166,7 @@ def attend(
     leaves = leaves_of(config, args, token, visible, part, parts)
     rows.load_indices(config, args, token, visible, leaves.tile, leaves.last, row, indices)
     rows.load_indices(config, args, token, visible, leaves.tile + 1, leaves.last, row, next_indices)
-    # Behind the requests for row numbers, in front of those for rows: the fence may wait for all that is under way.
+    # After the loads of row indices and before the loads of rows: the fence may wait for all loads under way.
     rows.store_q(shared, thread, q)
     cute.arch.fence_view_async_shared()
     rows.locate(config, args, leaves.tile, quad, indices, addresses, scales)
@@ -182,7 +186,7 @@ def attend(
                 Int32(shared.stats.data_ptr().toint()) + thread * 8, (Float32(NO_ROW_MAX), Float32(0.0))
             )
         leaf, leaf_end = begin, elements.first_tile(keys, begin + 1)
-        cute.arch.barrier()  # the first Q is there, and statistics of no element
+        cute.arch.barrier()  # the first Q and the empty statistics are in shared memory
         while tile < last:
             rows.locate(config, args, tile + 1, quad, next_indices, addresses, next_scales)
             is_hole = (indices[0] < 0, indices[1] < 0)
@@ -198,7 +202,7 @@ def attend(
                     next_words = rows.load_group(config, places, i + 1)
                 for j in cutlass.range_constexpr(2):
                     if const_expr(2 * i + j > 1):
-                        warpgroup.wait_group(1)  # what the operand was before has been multiplied
+                        warpgroup.wait_group(1)  # the operand's previous contents have been multiplied
                     packed = cute.recast_tensor(operands[j], Uint32)
                     rows.convert_half_group(config, i, j, words, scales, packed)
                     rows.store_values(config, places, i, j, packed)
@@ -224,7 +228,7 @@ def attend(
                 if const_expr(i >= ahead):
                     warpgroup.wait_group(ahead if i < GROUPS else 0)
                     softmax.add_product(out, products[(i - ahead) % PRODUCTS], weight, i - ahead)
-            sync(TILE_BARRIER, WARPGROUP)  # all of it has been read
+            sync(TILE_BARRIER, WARPGROUP)  # all values have been read
             for i in cutlass.range_constexpr(config.staged_groups, GROUPS):
                 rows.copy_group(config, addresses, places, quad, i)
             if const_expr(config.fp8_rows):
@@ -241,7 +245,7 @@ def attend(
         next_visible = Int32(0)
         if next_token < args.num_tokens:
             next_visible = scheduler.visible_entries(config, args, next_token)
-        # Elements go where the values were. What was asked for behind the last tile were zeros, of all threads.
+        # Elements overwrite the values. The copies after the last tile, of zeros, must have completed in all threads.
         cute.arch.cp_async_wait_group(0)
         sync(TILE_BARRIER, WARPGROUP)
         if end > begin:
@@ -250,14 +254,14 @@ def attend(
             elements.leave_element(config, shared, warp, lane, 1, out)
             elements.store_stats(shared, warp, lane, 1, row_max, row_sum)
         cute.arch.cluster_arrive()
-        # The next token's first rows, but for those that go to the values, are on their way while this one's elements
-        # are merged.
+        # The next token's first rows, except those that are copied to the values, are loaded while this token's
+        # elements are merged.
         rows.load_q(args, thread, next_token, q)
         leaves = leaves_of(config, args, next_token, next_visible, part, parts)
         first, behind = leaves.tile, leaves.last
         rows.load_indices(config, args, next_token, next_visible, first, behind, row, indices)
         rows.load_indices(config, args, next_token, next_visible, first + 1, behind, row, next_indices)
-        cute.arch.cluster_wait()  # all elements of the token are there
+        cute.arch.cluster_wait()  # all elements of the token are in shared memory
         if next_token < args.num_tokens:
             rows.locate(config, args, first, quad, indices, addresses, scales)
             for i in cutlass.range_constexpr(config.staged_groups):
@@ -266,15 +270,15 @@ def attend(
         if next_token < args.num_tokens:
             rows.store_q(shared, thread, q)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier()  # Q is there, and nobody reads elements any more: tokens with a next one have one part
+            cute.arch.barrier()  # Q is stored and the elements are read: a token that has a next one has one part
         cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()  # nobody reads this CTA's any more
+        cute.arch.cluster_wait()  # all CTAs have read this CTA's elements
         token = next_token
         visible = next_visible
 
 
 def mma_operands(shared: cutlass.Constexpr, thread: Int32) -> tuple:
-    """The products of a thread (scores, O) and what they read from shared memory: Q, values, P."""
+    """(products for scores and O, operands Q, values and P in shared memory) of a thread."""
     q = shared.q.get_tensor(*swizzled_layout((COLUMNS, GROUP, GROUPS)))
     keys = shared.values.get_tensor(*swizzled_layout((KEY_TILE, GROUP, GROUPS)))
     values = cute.composition(keys, cute.make_ordered_layout((GROUP, KEY_TILE, GROUPS), order=(1, 0, 2)))

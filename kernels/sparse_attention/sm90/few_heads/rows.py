@@ -1,4 +1,4 @@
-"""Q and rows of keys in the kernel for few heads, on their way to where `wgmma` reads them (kernel.py)."""
+"""Loads of Q and of key rows in the kernel for few heads, and their conversion to `wgmma` operands (kernel.py)."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
     Entries,
 )
 
-# Which rows, and where they are
+# Row indices and addresses
 
 
 @cute.jit
@@ -43,7 +43,7 @@ def load_indices(
     row: Int32,
     indices: cute.Tensor,
 ) -> None:
-    """Numbers of this thread's rows of a tile, -1 for holes and beyond the last tile."""
+    """Loads the indices of this thread's rows of a tile; -1 for holes and beyond the last tile."""
     window_tiles = (args.window_width + STEP - 1) // STEP * TILES_OF_STEP
     indices.fill(-1)
     if tile < end:
@@ -68,7 +68,7 @@ def load_indices(
 
 
 def load_listed(first: Int64, left: Int32, indices: cute.Tensor) -> None:
-    """Of a list that has `left` entries from the first one on."""
+    """Loads row indices from a list that has `left` slots from `first` on; -1 beyond it."""
     for i in range(ROWS):
         indices[i] = ptx.load_or_zeros(Int32, 1, first + 32 * i, left - 8 * i, "gt.s32", cache="", otherwise=-1)
 
@@ -83,7 +83,7 @@ def locate(
     addresses: cute.Tensor,
     scales: cute.Tensor,
 ) -> None:
-    """Addresses of this thread's first channels of its rows, and their scales. Without branches."""
+    """Computes the addresses of this thread's first channels of its rows, and loads their scales. Without branches."""
     table, page_bytes = gather.table_of_step(config, args, tile // TILES_OF_STEP)
     first = quad * (16 if config.fp8_rows else 32)
     for i in cutlass.range_constexpr(ROWS):
@@ -98,22 +98,22 @@ def locate(
         addresses[i] = cutlass.select_(indices[i] >= 0, row, Int64(ptx.HOLE))
 
 
-# Rows: global -> shared memory, by cp.async; of every group 16 channels of both of this thread's rows
+# Rows: global -> shared memory by cp.async, 16 channels of every group of both of this thread's rows
 
 
 class Places(NamedTuple):
-    """Addresses of a thread in shared memory."""
+    """A thread's addresses in shared memory."""
 
     stage: Int32
-    """Its 16 bytes of the first stage."""
+    """Its 16 bytes of the first e4m3 buffer."""
     chunks: tuple
-    """Its two chunks of its first row in the first block of values."""
+    """Its two 16-byte chunks of its first row in the first block of values."""
     matrix: Int32
-    """Its row of the four matrices that the warp stores at once to the first block of values."""
+    """Its row of the four matrices that the warp stores by one `stmatrix` to the first block of values."""
 
     @staticmethod
     def of(shared: cutlass.Constexpr, thread: Int32) -> "Places":
-        """Of a thread of the CTA."""
+        """The addresses of thread `thread` of the CTA."""
         values = Int32(shared.values.data_ptr().toint())
         lane, quad, first = thread % 32, thread % 4, thread % WARPGROUP // 32 * 16
         row = first + lane // 4
@@ -125,14 +125,14 @@ class Places(NamedTuple):
 
 
 def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: Int32, group: int) -> None:
-    """Asks for a channel group, zeros for holes: e4m3 to the thread's stage, bf16 to where the values are. All groups
-    are asked for in their order, so that `wait_for_group` can count them."""
+    """Starts copying a channel group, zeros for holes: e4m3 to the thread's buffer, bf16 to the values. Groups are
+    copied in order, so that `wait_for_group` can count them."""
     for row in range(ROWS):
         if group < config.staged_groups:
             ptx.copy_row_async(places.stage + (group * ROWS + row) * STAGE_BYTES, addresses[row], group * GROUP)
             continue
         offset = group * ROW_STRIDE
-        if config.fp8_rows:  # behind the e4m3; addresses have 16 bytes a thread, not 32
+        if config.fp8_rows:  # after the e4m3; addresses count 16 bytes a thread, bf16 takes 32
             offset = quad * 16 + NOPE_DIM
         for j in range(2):
             target = places.chunks[j] + (group * BLOCK_BYTES + row * 8 * ROW_STRIDE)
@@ -141,14 +141,17 @@ def copy_group(config: FewHeads, addresses: cute.Tensor, places: Places, quad: I
 
 
 def wait_for_group(config: FewHeads, group: int) -> None:
-    """Waits for what this thread has asked for of a group of this tile: until so many requests are left as were made
-    since, of this tile's later groups and, if this one is not early, of the next tile's early ones."""
+    """Waits for this thread's copies of a group of this tile.
+
+    Copies that were started later may remain: of this tile's later groups and, if this group is not early, of the next
+    tile's early groups.
+    """
     asked_for_again = config.early_groups if group > config.early_groups else 0
     cute.arch.cp_async_wait_group(GROUPS - 1 - group + asked_for_again)
 
 
 def load_group(config: FewHeads, places: Places, group: int) -> list:
-    """[row][word] of what has come."""
+    """The words [row][word] of a group that has arrived."""
     if group < config.staged_groups:
         stages = [places.stage + (group * ROWS + row) * STAGE_BYTES for row in range(ROWS)]
         return [list(ptx.load_shared_16_bytes(stage)) for stage in stages]
@@ -175,8 +178,10 @@ def convert_half_group(
 
 
 def store_values(config: FewHeads, places: Places, group: int, j: int, operand: cute.Tensor) -> None:
-    """What was e4m3 to its block, as the operands have it: channels in the order of Q's (`store_q`). What is bf16 is
-    there, in its own order."""
+    """Stores an operand that was e4m3 to its block of values, its channels permuted as by `store_q`.
+
+    Groups of bf16 have been copied there already, in their own order.
+    """
     if group < config.staged_groups:
         for b in range(2):
             place = (places.matrix ^ ((4 * j + 2 * b) * 16)) + group * BLOCK_BYTES
@@ -186,7 +191,7 @@ def store_values(config: FewHeads, places: Places, group: int, j: int, operand: 
 def multiply_half_group(
     mma: cute.TiledMma, scores: cute.Tensor, operand: cute.Tensor, q: cute.Tensor, j: int, accumulate: bool
 ) -> None:
-    """scores (+)= operand @ Q^T over these channels, not waited for."""
+    """Issues scores (+)= operand @ Q^T over these channels, without waiting."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     for k in range(2):
@@ -199,8 +204,10 @@ def multiply_half_group(
 
 
 def load_q(args: Arguments, thread: Int32, token: Int32, words: cute.Tensor) -> None:
-    """This thread's 16 bytes of every channel group of Q, zeros where there is no head or token, for `store_q`: a warp
-    loads 128 bytes of four heads at a time."""
+    """Loads this thread's 16 bytes of every channel group of Q for `store_q`, zeros for a missing head or token.
+
+    A warp loads 128 bytes of four heads at a time.
+    """
     head, chunk = thread // 8, thread % 8
     source = Int64(token) * args.q_token_stride + Int64(head) * args.q_head_stride
     address = args.q + source * 2 + chunk * 16
@@ -212,11 +219,11 @@ def load_q(args: Arguments, thread: Int32, token: Int32, words: cute.Tensor) -> 
 
 
 def store_q(shared: cutlass.Constexpr, thread: Int32, words: cute.Tensor) -> None:
-    """Q to shared memory, its channels in the order that the operands of the scores have.
+    """Stores Q to shared memory, its channels permuted to the order of the operands of the scores.
 
-    A thread's 16 channels of a group are, four at a time, in one of the group's four operands: columns 2 q, 2 q + 1,
-    2 q + 8 and 2 q + 9 of it if the thread is the q-th of four. So channel 16 q + 4 b + 2 h + j is at 16 b + 8 h + 2 q
-    + j: what was 16 bytes are four words, 16 bytes apart but for the swizzle.
+    Of a thread's 16 channels of a group, four are in each of the group's four operands: columns 2 q, 2 q + 1, 2 q + 8
+    and 2 q + 9 for the q-th of four threads. So channel 16 q + 4 b + 2 h + j is stored at 16 b + 8 h + 2 q + j: 16
+    adjacent bytes become four words, 16 bytes apart except for the swizzle.
     """
     head, chunk = thread // 8, thread % 8
     row = Int32(shared.q.data_ptr().toint()) + (head * ROW_STRIDE + chunk // 2 * 4)
@@ -228,7 +235,7 @@ def store_q(shared: cutlass.Constexpr, thread: Int32, words: cute.Tensor) -> Non
 
 @cute.jit
 def prefetch_lists(config: cutlass.Constexpr, args: Arguments, thread: Int32, token: Int32) -> None:
-    """Asks for the token's lists in L2, a line a thread, while it is loaded how much of them counts."""
+    """Prefetches the token's lists into L2, a line a thread, while their visible lengths are loaded."""
     place = thread * 32
     if (place < args.window_width) & (token < args.num_tokens):
         ptx.prefetch(args.window_rows + Int64(token) * args.window_rows_stride * 4, place * 4)

@@ -20,7 +20,7 @@ from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
 from dsv4_kernels.sparse_attention.sm90.plan import NO_ROW_MAX, ROW_STRIDE, Arguments
 from dsv4_kernels.sparse_attention.sm90.softmax import rescale_factors
 
-# Of the accumulators: element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 quad + k; statistics of
+# In the accumulators, element 4 * j + 2 * i + k of a thread is row `row` + 8 i, column 8 j + 2 quad + k; statistics of
 # that column are at 2 * j + k.
 
 
@@ -33,7 +33,7 @@ def find_tile_max(
     is_hole: tuple,
     scores: cute.Tensor,
 ) -> tuple:
-    """Largest score of this thread's columns over the tile, in units of log2; NO_ROW_MAX if all keys are holes."""
+    """Largest scores of this thread's columns over the tile, in log2 units; NO_ROW_MAX if all keys are holes."""
     for i in cutlass.range_constexpr(ROWS):
         if is_hole[i]:
             for at in cutlass.range_constexpr(SCORES):
@@ -53,19 +53,19 @@ def find_tile_max(
 
 
 def place_of_columns(statistics: object, quad: Int32) -> Int32:
-    """Where the first warp's of a thread's columns are."""
+    """Address of the first warp's statistics of a thread's columns."""
     return Int32(statistics.data_ptr().toint()) + quad * (STATISTICS * 4)
 
 
 @cute.jit
 def store_of_warp(first: Int32, warp: Int32, lane: Int32, values: tuple) -> None:
-    """A statistic of the warp's keys, which all lanes of a column have; `first` is the first warp's place."""
+    """Stores a statistic over the warp's keys, equal in all lanes of a column; `first` is the first warp's address."""
     if lane < 4:
         ptx.store_shared_f32x4(first + warp * (COLUMNS * 4), values)
 
 
 def load_of_warps(first: Int32) -> list:
-    """[column][warp] of what `store_of_warp` stored."""
+    """The statistics [column][warp] that `store_of_warp` stored."""
     loaded = [ptx.load_shared_f32x4(first + warp * (COLUMNS * 4)) for warp in range(WARPS)]
     return [[of_warp[c] for of_warp in loaded] for c in range(STATISTICS)]
 
@@ -79,9 +79,9 @@ def exponentiate(
     tile_max: tuple,
     scores: cute.Tensor,
 ) -> None:
-    """P^T = 2**(s - tile_max) in bf16 to shared memory, a head's keys side by side; and its sums over the warp's keys.
+    """Stores P^T = 2**(s - tile_max) in bf16 to shared memory, a head's keys adjacent, and its sums over a warp's keys.
 
-    The sum is that of what is multiplied: rounding then cancels in O / sum.
+    The sums are of the rounded values that are multiplied: their rounding then cancels in O / sum.
     """
     packed, sums = [], [Float32(0.0)] * len(tile_max)
     for at in cutlass.range_constexpr(0, SCORES, 2):
@@ -113,10 +113,10 @@ def rescale_out(
     weight: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges a tile into the row sums and rescales O for it: `weight` is the factor of what the product yields.
+    """Merges a tile into the row sums, rescales O for it, and writes `weight`, the scale of the tile's product.
 
-    Row sums are right in the first warp only, which stores them (`elements.store_stats`): to load the tile's and to add
-    them up is a twentieth of the loop's instructions.
+    Row sums are valid in the first warp only, which stores them (`elements.store_stats`): loading and adding the tile's
+    sums takes a twentieth of the loop's instructions.
     """
     before, changed = cute.make_rmem_tensor((STATISTICS,), Float32), Boolean(False)
     for c in cutlass.range_constexpr(STATISTICS):
@@ -133,7 +133,7 @@ def rescale_out(
 
 
 def column_of(at: int) -> int:
-    """Of an element of O, whose groups follow each other."""
+    """The thread's column of an element of O, whose groups follow each other."""
     at %= COLUMNS // 2
     return at // 4 * 2 + at % 2
 
