@@ -60,7 +60,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_leads_to_every_document() -> None:
-    """A document that neither README nor CONTRIBUTING links is found by nobody; log files are linked by their index."""
+    """README, CONTRIBUTING or the index of the log links each document."""
     entrances = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "log" / "README.md")
     linked = {
         (page.parent / target.split("#")[0]).resolve()

@@ -186,7 +186,7 @@ def tiers() -> str:
 
 
 def copies() -> str:
-    """GB/s of page records, beside plain copies and plain files of the same size."""
+    """GB/s of page records, and of plain copies and plain files of the same size."""
     names = {
         "save_gb_s": "device to host memory",
         "load_gb_s": "host memory to device",
