@@ -134,19 +134,20 @@ def verify_epilogue() -> str:
 
 
 def serve_switches() -> str:
-    """Ratios to the default's of the same turn, the median over turns."""
-    runs = load("serve_switches_h200")["runs"]
-    shown = [
-        [row["variant"].replace("_", " "), row["work"], str(row["requests"]), f"{row['ratio']:.2f}", span(row)]
-        for run in runs
-        for row in run["ratios"]
-    ]
-    return markdown(["variant", "work", "requests", "ratio", "turns"], shown)
-
-
-def span(row: dict[str, float]) -> str:
-    """Least and largest ratio."""
-    return f"{row['least']:.2f} to {row['most']:.2f}"
+    """Ratios of each variant to the default, the median over turns (least to most), by load and number of requests."""
+    cells: dict[tuple[int, str, str], dict[int, str]] = {}
+    for run, result in enumerate(load("serve_switches_h200")["runs"]):
+        for row in result["ratios"]:
+            shown = f"{row['ratio']:.2f}"
+            if row["least"] < row["most"]:
+                shown += f" ({row['least']:.2f} to {row['most']:.2f})"
+            cells.setdefault((run, row["variant"], row["work"]), {})[row["requests"]] = shown
+    counts = sorted({requests for row in cells.values() for requests in row})
+    rows = (
+        [f"{variant.replace('_', ' ')}, {work}", str(run + 1), *(row.get(count, "") for count in counts)]
+        for (run, variant, work), row in cells.items()
+    )
+    return markdown(("requests", "run", *map(str, counts)), rows)
 
 
 def step_switches() -> str:
