@@ -1,14 +1,17 @@
-"""Build the C++ core into one shared library, cached by the hash of its sources, the compiler and the flags."""
+"""Builds the C++ core as one shared library, cached by the hash of its sources, the compiler and the flags."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from filelock import FileLock
+
 CORE = Path(__file__).resolve().parent
-# -ffp-contract=off: a PTX mul and add are two roundings unless the program says fma.
+# -ffp-contract=off: a PTX mul and add round twice unless the program contains fma.
 FLAGS = [
     "-O2",
     "-std=c++17",
@@ -41,8 +44,11 @@ def _digest(*parts: bytes) -> str:
     return h.hexdigest()[:24]
 
 
-def build_core(verbose: bool = False) -> Path:
-    """Path of the library; compiles only the files that changed since the last build."""
+def build_core() -> Path:
+    """The path of the library; compiles only sources that changed since the last build.
+
+    Of several processes that need the same library, one builds it while the others wait.
+    """
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
     compiler = _compiler()
@@ -54,19 +60,22 @@ def build_core(verbose: bool = False) -> Path:
     library = cache / f"core-{_digest(*[o.name.encode() for o in objects.values()])}.so"
     if library.exists():
         return library
-    for src, obj in objects.items():
-        if obj.exists():
-            continue
-        if verbose:
-            print(f"[emulator] compiling {src.name}", flush=True)
-        temporary = obj.with_suffix(f".{os.getpid()}.tmp")
-        subprocess.run([compiler, *FLAGS, "-c", str(src), "-o", str(temporary)], check=True)
-        os.replace(temporary, obj)
-    temporary = library.with_suffix(f".{os.getpid()}.tmp")
-    subprocess.run([compiler, "-shared", "-o", str(temporary), *map(str, objects.values())], check=True)
-    os.replace(temporary, library)
+
+    def compile_one(source: Path, target: Path) -> None:
+        _replace(target, [compiler, *FLAGS, "-c", str(source)])
+
+    with FileLock(cache / "build.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        if library.exists():
+            return library
+        missing = [(source, target) for source, target in objects.items() if not target.exists()]
+        for done in [pool.submit(compile_one, source, target) for source, target in missing]:
+            done.result()
+        _replace(library, [compiler, "-shared", *map(str, objects.values())])
     return library
 
 
-if __name__ == "__main__":
-    print(build_core(verbose=True))
+def _replace(target: Path, command: list[str]) -> None:
+    """Runs a compiler that writes `target`, which appears only when complete."""
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    subprocess.run([*command, "-o", str(temporary)], check=True)
+    os.replace(temporary, target)
