@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 NAME = "dsv4"
-"""Of the attention backend, the prefix cache and the MoE runner."""
+"""The name of the attention backend, the prefix cache and the MoE runner."""
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
 DISPATCHER = "_request_dispatcher"
