@@ -31,7 +31,8 @@ def is_of_a_test(name: str) -> bool:
 
 
 def test_nothing_is_imported_from_a_test_module() -> None:
-    """Code that several test modules use is in tests/lib; only test functions themselves may have such names."""
+    """Code that several test modules use is in tests/lib. (A name that begins with `test_` may itself be imported: a
+    test function.)"""
     wrong = {
         str(path.relative_to(ROOT)): found
         for folder in ("tests", "benchmarks")

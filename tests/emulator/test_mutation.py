@@ -4,6 +4,7 @@ campaigns/mutation.py runs the same on any recorded launch; results/mutation.jso
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from ptx_emulator import Checks, Options, Recording
 from ptx_emulator.campaigns import summaries
 from ptx_emulator.campaigns.mutation import (
-    REDUNDANT,
     SCHEDULES,
     MutationTest,
-    Site,
     rate,
-    reason_of,
     reasons_for,
+    redundant_of,
     run,
     summary,
     unexplained,
@@ -58,14 +57,12 @@ def test_every_class_is_caught(own_kernels: dict[str, Recording], case: str, nam
 @pytest.mark.parametrize("case", summaries.read("mutation"))
 def test_committed_deletions_that_are_not_caught_have_reasons(case: str) -> None:
     committed, reasons = summaries.read("mutation")[case], reasons_for(case)
-    found = {name: [0, 0] for name in committed["classes"]}  # redundant, not caught
-    for class_name, line, text in committed["not caught"]:
-        reason = reason_of(Site(class_name, line, text.split()[0], text), reasons)
-        assert reason.startswith((REDUNDANT, "blind spot")), reason
-        found[class_name][0] += reason.startswith(REDUNDANT)
-        found[class_name][1] += 1
+    found = dict.fromkeys(committed["classes"], (0, 0))  # redundant, not caught
+    for (class_name, text), count in Counter(map(tuple, committed["not caught"])).items():
+        redundant, missed = found[class_name]
+        found[class_name] = (redundant + redundant_of(text, count, reasons), missed + count)
     for class_name, (caught, redundant, mutants, _) in committed["classes"].items():
-        assert found[class_name] == [redundant, mutants - caught]
+        assert found[class_name] == (redundant, mutants - caught), class_name
 
 
 def test_deleting_keeps_the_line_numbers(own_kernels: dict[str, Recording]) -> None:

@@ -172,6 +172,7 @@ def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(compile_cache, "_in_memory", {})
+    monkeypatch.setattr(attention_calls, "compile_jobs", lambda model, arch: [])  # they are found by calls on a GPU
     with emulated(arch=arch):
         for _, job in jobs(config()):
             job()

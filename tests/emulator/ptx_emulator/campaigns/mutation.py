@@ -246,7 +246,7 @@ def summary(result: Result, reasons: dict[str, str]) -> dict[str, Any]:
         "waits that never waited": result.never_waited,
         "classes": {name: [*counts, result.possible[name]] for name, counts in result.by_class(reasons).items()},
         "caught by": dict(Counter(outcome.caught_by for outcome in result.outcomes if outcome.caught_by)),
-        "not caught": [[o.site.class_name, o.site.line, o.site.text] for o in result.missed()],
+        "not caught": [[outcome.site.class_name, outcome.site.text] for outcome in result.missed()],
         "all of them deleted at once": result.together.caught_by or "not caught" if result.together else None,
     }
 
@@ -264,6 +264,18 @@ def reasons_for(case: str) -> dict[str, str]:
 def reason_of(site: Site, reasons: dict[str, str]) -> str:
     """The reason for this instruction on this line, else for its text, else NOT_ANALYSED."""
     return reasons.get(f"{site.text} @ {site.line}") or reasons.get(site.text, NOT_ANALYSED)
+
+
+def redundant_of(text: str, count: int, reasons: dict[str, str]) -> int:
+    """How many of `count` uncaught deletions of this text have a reason that calls them redundant.
+
+    A reason for the text without a line covers all of them; else every deletion needs a reason for its line.
+    """
+    if text in reasons:
+        return count * reasons[text].startswith(REDUNDANT)
+    by_line = [reason for key, reason in reasons.items() if key.startswith(f"{text} @ ")]
+    assert len(by_line) == count, f"{count} deletions of {text!r} are not caught, {len(by_line)} have reasons"
+    return sum(reason.startswith(REDUNDANT) for reason in by_line)
 
 
 def readable(result: Result, reasons: dict[str, str]) -> str:
