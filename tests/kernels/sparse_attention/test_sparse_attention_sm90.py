@@ -266,7 +266,7 @@ def test_ctas_that_wait_for_each_other_are_launched_together(
 
 
 def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
-    """As many channel splits as fit at once; with less room fewer, or the persistent kernel."""
+    """A launch has as many channel splits as fit at once; with less room fewer, or the persistent kernel."""
     case = build(Spec(tokens=2, heads=65, entry_lengths=(300, 5)))  # 4 steps
     grids = {}
     for multiprocessors in (64, 63, 32, 31):

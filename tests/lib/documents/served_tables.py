@@ -123,7 +123,7 @@ def step_switches() -> str:
 
 
 def sequence_parallel() -> str:
-    """What clients saw, and a chunk's busy time, with sequence parallelism off and on."""
+    """Loads as clients saw them, and a chunk's busy time, with sequence parallelism off and on."""
     found = {(row["work"], row["metric"]): row for row in load("sequence_parallel_h100_x2")["rows"]}
     wanted = [
         ("prefill, eight prompts of 8K, tok/s", "prefill", "tok_s"),
