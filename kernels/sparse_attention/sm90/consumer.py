@@ -54,7 +54,7 @@ class Memory(NamedTuple):
     rows: cute.Pointer
     """Bits of this consumer's key tile: which of its rows are no holes."""
     step_max: Int32
-    """Row maxima on their way to the other consumer, from this thread's row on."""
+    """Row maxima that the consumers exchange, from this thread's row on."""
 
     @staticmethod
     def of(shared: cutlass.Constexpr, consumer: Int32, row: Int32) -> "Memory":
