@@ -149,8 +149,8 @@ class Configuration:
 WHOLE_TOKENS = 1 << 20
 """Value of `sub_split_steps` that makes all KV splits of a token one work tile."""
 MAX_SUB_SPLIT_STEPS = 3
-"""Steps of a sub-split at most, or one more, if tokens differ in length. KV splits are divided so only if all sub-splits
-of a launch fit on the GPU at once."""
+"""Steps of a sub-split at most, or one more, if tokens differ in length. KV splits are divided if all sub-splits of a
+launch fit on the GPU at once."""
 MIN_CTAS_PER_TOKEN = 2
 """KV splits are divided only if each token, block of heads and channel split can have this many CTAs."""
 SCRATCH_SLOTS = 3

@@ -282,7 +282,7 @@ def test_resources_are_the_recorded_ones() -> None:
 
 
 def test_compiles_for_b300() -> None:
-    """The kernel compiles for B300, which benchmarks/README_B200.md names."""
+    """The kernel compiles for B300, which docs/blackwell.md names."""
     from lib.cubin import resources
     from ptx_emulator import emulated
 
