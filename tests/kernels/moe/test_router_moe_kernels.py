@@ -14,7 +14,7 @@ from ops.number_formats import same_bits
 from ops.row_kernels import ARCH, KERNELS, NAN, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
-from dsv4_kernels import moe, quant, registry, router
+from dsv4_kernels import moe, number_formats, quant, registry, router
 from dsv4_kernels.linear import linear_fp32
 
 INF = float("inf")
@@ -65,7 +65,7 @@ def test_fp8_activations_are_codes_and_scales(column_major: bool) -> None:
     ):
         assert codes.is_contiguous() and scales.shape == (5, 3)
         assert scales.stride() == ((1, 8) if column_major else (3, 1))
-        assert same_bits(quant.decode_fp8(codes, scales, 128).bfloat16(), quant.fp8_qdq(swiglu, 128))
+        assert same_bits(number_formats.decode_fp8(codes, scales, 128).bfloat16(), quant.fp8_qdq(swiglu, 128))
 
 
 @pytest.mark.parametrize(
