@@ -71,8 +71,7 @@ class HyperConnection(Products):
     """The kernel of one plan; `launch` is compiled."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.shared_memory = shared_memory(plan)
+        self.plan = plan  # and nothing that takes time: every call makes one of these to look its kernel up
 
     @cute.jit
     def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
@@ -95,7 +94,7 @@ class HyperConnection(Products):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
         rank, cluster = cta % CLUSTER, cta // CLUSTER
-        shared = cutlass.utils.SmemAllocator().allocate(self.shared_memory)
+        shared = cutlass.utils.SmemAllocator().allocate(shared_memory(plan))
         if thread == plan.teams * plan.threads:
             for stage in cutlass.range_constexpr(plan.stages):
                 cute.arch.mbarrier_init(shared.full.data_ptr() + stage, 1)

@@ -65,7 +65,7 @@ def test_a_missing_wait_is_noticed() -> None:
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", dependent_launch.__name__)
-    for value, expected in (("on", True), (" OFF", False), ("", None), ("1", None)):
+    for value, expected in (("on", True), (" OFF", False), ("", True), ("1", None)):
         dependent_launch._in_environment.cache_clear()
         monkeypatch.setenv(dependent_launch.VARIABLE, value)
         if expected is None:
