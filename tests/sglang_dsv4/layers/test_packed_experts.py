@@ -137,7 +137,7 @@ def test_time_and_memory_of_arranging_are_logged_once(
         packed_experts.log_arrangement(nn.Linear(2, 2))
     (line,) = caplog.messages
     size = 2 * sum(parameter.nbytes for parameter in model[0].parameters()) / 2**30
-    assert f"the weights of 2 layers, {size:.2f} GiB, arranged for runner dsv4 in" in line
+    assert f"the weights of 2 layers, {size:.2f} GiB, rearranged in place for runner dsv4 in" in line
 
 
 def test_dummy_weights_say_something_and_are_the_same_at_every_start(
