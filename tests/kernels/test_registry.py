@@ -100,7 +100,7 @@ def test_attention_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, capability: 
 
 
 @pytest.mark.usefixtures("doubling")
-def test_a_caller_may_ask_what_would_be_taken() -> None:
+def test_chosen_names_the_implementation_that_select_would_load() -> None:
     """`chosen` returns the implementation and whether a CUDA graph can capture it: the attention's reference reads
     lengths back."""
     assert registry.chosen("rms_norm", CPU, torch.float32).name == "doubling"

@@ -228,7 +228,7 @@ def test_unpacked_rows_give_the_same_bits(
     assert_same(outputs[1], outputs[0])
 
 
-def test_what_pays_is_asked_of_the_sizes_of_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_unpacking_pays_is_asked_with_the_sizes_of_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by hand: 150 tokens after 200, and 3 of another request, on 2 pages and on 1; asked once a forward."""
     asked = []
     monkeypatch.setattr(attention_backend.unpacking, "pays", lambda *sizes: asked.append(sizes) or True)

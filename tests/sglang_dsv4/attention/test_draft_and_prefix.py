@@ -108,7 +108,7 @@ def test_another_pool_is_refused() -> None:
         Dsv4AttentionBackend(SimpleNamespace(token_to_kv_pool=SimpleNamespace()))
 
 
-def test_whole_prefixes_need_checkpoints() -> None:
+def test_whole_prefixes_need_tails() -> None:
     """SGLang's metrics would end a server that has the flag and no host pool."""
     pool = SimpleNamespace(ledger=None, tail_memory=None)
     allocator = SimpleNamespace(get_kvcache=lambda: pool)

@@ -198,7 +198,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=["prefill", "decode"])
-def test_what_waits_is_noticed(
+def test_planted_waits_are_noticed(
     prepared: Prepared, mode: ForwardMode, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waits planted in the lookup of page numbers, in a prefill and in a decode step."""

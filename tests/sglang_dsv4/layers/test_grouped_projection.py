@@ -91,7 +91,7 @@ def expanded(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("in_fp8", IN_FP8)
 @pytest.mark.parametrize(("tp_size", "tp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
-def test_what_is_kept_is_the_dequantised_weight(build: Build, tp_size: int, tp_rank: int, in_fp8: str) -> None:
+def test_the_weight_kept_in_bf16_is_the_dequantised_one(build: Build, tp_size: int, tp_rank: int, in_fp8: str) -> None:
     """Bitwise, for a rank's own output groups; the codes are the file's."""
     kept, plain = build(in_fp8, tp_size, tp_rank), build("bf16", tp_size, tp_rank)
     assert kept.attn.wo_a.weight.dtype == torch.float8_e4m3fn and plain.attn.wo_a.weight.dtype == torch.bfloat16
@@ -119,14 +119,14 @@ def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
     assert same_bits(expanded(model), build("bf16", weights=checkpoint(1)).attn.wo_a.weight.data)
 
 
-def test_what_is_made_of_the_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
+def test_the_expanded_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
     """A buffer stays, which SGLang keeps while a server sleeps."""
     model = build("both")
     assert "attn.wo_a.expanded" not in model.state_dict()
     assert "attn.wo_a.expanded" in dict(model.named_buffers())
 
 
-def test_what_can_not_be_kept_is_said(build: Build) -> None:
+def test_fp8_that_can_not_be_kept_is_an_error(build: Build) -> None:
     with pytest.raises(CheckpointError, match=r"wo_a.weight' is bfloat16; its layer was built for quantised weights"):
         build("both", weights={NAME: torch.zeros(SPEC.shape, dtype=torch.bfloat16)})
     odd = checkpoint()

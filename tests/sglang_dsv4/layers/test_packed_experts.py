@@ -117,7 +117,7 @@ def test_loading_again_gives_the_same(rank: Callable[..., PackedExperts]) -> Non
     assert pointers == [parameter.data_ptr() for parameter in layer.parameters()]  # CUDA graphs read these addresses
 
 
-def test_weights_are_arranged_where_they_lie(rank: Callable[..., PackedExperts]) -> None:
+def test_weights_are_rearranged_in_place(rank: Callable[..., PackedExperts]) -> None:
     layer = rank()
     for matrix in ("w13", "w2"):
         found = getattr(layer.arranged, matrix)
@@ -127,7 +127,7 @@ def test_weights_are_arranged_where_they_lie(rank: Callable[..., PackedExperts])
         assert found.shifts.data_ptr() in inside and found.factors.data_ptr() in inside
 
 
-def test_time_and_memory_of_arranging_are_said_once(
+def test_time_and_memory_of_arranging_are_logged_once(
     rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.ModuleList([rank(), rank(), nn.Linear(2, 2)])
@@ -137,7 +137,7 @@ def test_time_and_memory_of_arranging_are_said_once(
         packed_experts.log_arrangement(nn.Linear(2, 2))
     (line,) = caplog.messages
     size = 2 * sum(parameter.nbytes for parameter in model[0].parameters()) / 2**30
-    assert f"the weights of 2 layers, {size:.2f} GiB, arranged for runner dsv4 in" in line
+    assert f"the weights of 2 layers, {size:.2f} GiB, rearranged in place for runner dsv4 in" in line
 
 
 def test_dummy_weights_say_something_and_are_the_same_at_every_start(
@@ -157,7 +157,7 @@ def test_dummy_weights_say_something_and_are_the_same_at_every_start(
         assert (counts > codes.numel() / 512).all()
 
 
-def test_rounded_codes_are_said(rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture) -> None:
+def test_rounded_codes_are_logged(rank: Callable[..., PackedExperts], caplog: pytest.LogCaptureFixture) -> None:
     layer = rank()
     load_without_end(layer)
     layer.w2_weight_scale_inv.data.view(torch.uint8)[0, 0, 0] = 1

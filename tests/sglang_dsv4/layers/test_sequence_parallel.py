@@ -89,7 +89,7 @@ def test_prefills_of_many_tokens_are_sharded(second_of_two: None, monkeypatch: p
     assert sequence_parallel.of_forward(ForwardMode.EXTEND, 8192) is ALL_ROWS
 
 
-def test_what_cuda_graphs_may_hold_is_not(second_of_two: None) -> None:
+def test_forwards_that_cuda_graphs_capture_are_not_sharded(second_of_two: None) -> None:
     """Also if many requests verify many drafts."""
     of_graphs = [mode for mode in ForwardMode if mode.is_cuda_graph() and not mode.is_dllm_extend()]
     for mode in (*of_graphs, ForwardMode.DRAFT_EXTEND_V2):
@@ -109,7 +109,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", list(CaptureHiddenMode))
-def test_streams_are_gathered_for_who_reads_them(mode: CaptureHiddenMode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_gathered_only_if_they_are_read(mode: CaptureHiddenMode, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[torch.Tensor] = []
 
     class Rows(RowShards):

@@ -70,7 +70,7 @@ def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:
     assert set(found) == set(asked.values()) - without
 
 
-def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) -> None:
+def test_kernels_of_forwards_of_any_size_are_compiled(hopper: dict[tuple, bool]) -> None:
     """The number of tokens chooses the hyper-connections' plan and the heads a warp: all choices are compiled."""
     from dsv4_kernels.hyper_connection import gpu as hyper_connection
     from dsv4_kernels.norm_rope_store import gpu as norm_rope_store
@@ -91,7 +91,7 @@ def test_what_forwards_of_any_size_run_is_compiled(hopper: dict[tuple, bool]) ->
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_forwards_with_sharded_rows_run_is_compiled(
+def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     hopper: dict[tuple, bool], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank's own rows are not quantised, and forwards of fewer rows than the smallest sharded one do not occur."""
@@ -113,7 +113,7 @@ def test_what_forwards_with_sharded_rows_run_is_compiled(
 
 
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
-def test_what_speculation_runs_is_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
+def test_kernels_of_speculation_are_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
     """Target steps of one token and of all verified tokens; for a draft also its blocks, and norms of hidden_size."""
     from dsv4_kernels.norm import gpu as norm
     from sglang_dsv4.attention.metadata import step_layout
@@ -144,7 +144,7 @@ def test_products_are_compiled(hopper: dict[tuple, bool]) -> None:
     assert found == expected
 
 
-def test_progress_is_said(
+def test_progress_is_logged(
     hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compile_ahead, "PROGRESS_SECONDS", 0.0)
@@ -165,7 +165,7 @@ def test_references_need_no_compiling(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm_90a"), ((10, 0), "sm_100a")])
-def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_jobs_compile(capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ptx_emulator import emulated
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
