@@ -297,7 +297,7 @@ def test_moves_by_the_compiler_warn(schedule: str) -> None:
     assert "unpacks a register" in "".join(p.report.warnings)
 
 
-# ---- planted faults: an edit of the right program, the kind that it must raise, and what the message must say.
+# ---- planted faults: an edit of the right program, the kind that it must raise, and a pattern of the message.
 
 OVERWRITE = f"setp.eq.u32 %p12, %r100, 77; @%p12 st.shared.u32 [%r103+{1024 + B_AT}], %r100;"
 FAULTS = {
@@ -386,7 +386,7 @@ st.shared.b32 [%r2+{1024 + B_AT}], %r1; bar.sync 0;"""
 
 
 def test_wait_of_one_warp_frees_the_buffer() -> None:
-    """As in CUTLASS's pipelines: one thread of the warpgroup arrives at the `empty` barrier after its wait, and a
+    """CUTLASS's pipelines: one thread of the warpgroup arrives at the `empty` barrier after its wait, and a
     producer warp that waits for the barrier may overwrite the buffer that the whole warpgroup has read."""
     p = Problem()
     barrier = "setp.ne.u32 %p4, %r100, 0; @%p4 bra S1; mbarrier.init.shared::cta.b64 [%r103], 1; S1: bar.sync 1;"
