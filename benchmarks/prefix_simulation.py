@@ -30,7 +30,7 @@ SGLANG_TOKEN_BYTES = CSA * 179.25 + HCA * 6.75
 SGLANG_SWA_TOKEN_BYTES = LAYERS * 585 + CSA * 320
 SGLANG_SWA_RATIO = 0.1
 TOKEN_BYTES = CSA * 179.25 + HCA * 4.5625
-CHECKPOINT_BYTES = LAYERS * 2 * 37440 + CSA * 4 * 2 * (512 + 128) * 4
+TAIL_BYTES = LAYERS * 2 * 37440 + CSA * 4 * 2 * (512 + 128) * 4
 RING_BYTES = LAYERS * 2 * 37440 + CSA * 8 * 2 * (1024 + 256) * 4
 TOKENS_PER_SLOT = 4096
 REQUEST_SLOTS = 16
@@ -45,16 +45,16 @@ class Budget:
     sglang_tokens: int
     sglang_swa_tokens: int
     tokens: int
-    checkpoints: int
+    checkpoints: int  # number of tails; the name is that of results/prefix_simulation.json
 
     @classmethod
     def of(cls, sglang_tokens: int) -> Budget:
         """Return the bytes that SGLang needs for `sglang_tokens`, and how this project divides them."""
         swa = int(sglang_tokens * SGLANG_SWA_RATIO) // PAGE * PAGE
         total = sglang_tokens * SGLANG_TOKEN_BYTES + swa * SGLANG_SWA_TOKEN_BYTES
-        left = total - REQUEST_SLOTS * (RING_BYTES + CHECKPOINT_BYTES)
-        tokens = int(left / (TOKEN_BYTES + CHECKPOINT_BYTES / TOKENS_PER_SLOT)) // PAGE * PAGE
-        slots = int((total - tokens * TOKEN_BYTES - REQUEST_SLOTS * RING_BYTES) / CHECKPOINT_BYTES)
+        left = total - REQUEST_SLOTS * (RING_BYTES + TAIL_BYTES)
+        tokens = int(left / (TOKEN_BYTES + TAIL_BYTES / TOKENS_PER_SLOT)) // PAGE * PAGE
+        slots = int((total - tokens * TOKEN_BYTES - REQUEST_SLOTS * RING_BYTES) / TAIL_BYTES)
         return cls(int(total), sglang_tokens, swa, tokens, slots)
 
 
@@ -123,7 +123,7 @@ def main() -> None:
     budget = Budget.of(65_536 if small else 163_840)
     print(
         f"device memory {budget.device_bytes / 1e6:,.0f} MB: SGLang {budget.sglang_tokens:,} tokens + "
-        f"{budget.sglang_swa_tokens:,} SWA tokens; this {budget.tokens:,} tokens + {budget.checkpoints} checkpoints + "
+        f"{budget.sglang_swa_tokens:,} SWA tokens; this {budget.tokens:,} tokens + {budget.checkpoints} tails + "
         f"{REQUEST_SLOTS} rings"
     )
     columns = f"{'scenario':14} {'policy':14} {'requests':>8} {'hit rate':>9} {'of bound':>9} {'zero hits':>9}"

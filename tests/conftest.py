@@ -190,22 +190,25 @@ STARTS_A_SERVER = (
     "tests/benchmarks/test_serve_attention.py",
     "tests/benchmarks/test_benchmark_servers.py",
 )
-# Minutes, or most of one: these come first, so that no process is left with one of them when the other is done.
-# Nothing but the time depends on this list.
+# The longest units come first, so that no process is left with one of them when the other has ended. The list changes
+# nothing but the time.
 LONG = (
     SERVERS,
     "tests/kernels/sparse_attention/test_sparse_attention_sm90.py",
     "tests/sglang_dsv4/prefix/test_exact.py",
-    "tests/sglang_dsv4/prefix/test_draft_tails.py",
-    "tests/sglang_dsv4/models/test_state.py",
-    "tests/sglang_dsv4/models/test_logits.py",
-    "tests/sglang_dsv4/models/test_invariance.py",
-    "tests/kernels/hyper_connection/test_hyper_connection_gpu.py",
     "tests/kernels/sparse_attention/test_sparse_attention_sm100.py",
+    "tests/sglang_dsv4/models/test_state.py",
     "tests/sglang_dsv4/prefix/test_exact_tiers.py",
+    "tests/sglang_dsv4/models/test_logits.py",
+    "tests/sglang_dsv4/prefix/test_draft_tails.py",
+    "tests/kernels/moe/test_experts_sm90.py",
+    "tests/kernels/linear/test_linear_gpu.py",
+    "tests/kernels/hyper_connection/test_hyper_connection_gpu.py",
+    "tests/sglang_dsv4/models/test_invariance.py",
+    "tests/sglang_dsv4/models/test_qat.py",
+    "tests/kernels/sparse_attention/test_sparse_attention_few_heads.py",
+    "tests/sglang_dsv4/models/test_dspark_mistakes.py",
     "tests/emulator/test_wrong_semantics.py",
-    "tests/sglang_dsv4/models/test_dspark.py",
-    "tests/benchmarks/test_attention_benchmark.py",
 )
 
 

@@ -28,6 +28,7 @@ SWITCH = re.compile(r"\b(?:SGLANG_DSV4|DSV4)(?:_[A-Z0-9]+)*\b")
 PACKAGES = ("sglang_dsv4", "kernels", "radix_cache")
 NO_RESULTS = {"config.json", "tokenizer.json", "b200.json"}  # files of a checkpoint; of a reader's own run
 QUESTIONS = 24
+OPENINGS = (["Of"], ["What"], ["Where"], ["As"])  # of docstrings, refused
 
 
 @cache
@@ -47,7 +48,7 @@ def name_of(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What links may name after `#`: GitHub's form of each heading."""
+    """Names that links may use after `#`: GitHub's form of each heading."""
     headings = HEADING.findall(FENCE.sub("", path.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -60,7 +61,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_leads_to_every_document() -> None:
-    """A document that neither README nor CONTRIBUTING links is found by nobody; log files are linked by their index."""
+    """README, CONTRIBUTING or the index of the log links each document."""
     entrances = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "log" / "README.md")
     linked = {
         (page.parent / target.split("#")[0]).resolve()
@@ -236,13 +237,13 @@ def docstrings(node: ast.AST) -> Iterator[str]:
                 yield str(value.value)
 
 
-def test_no_docstring_opens_with_of() -> None:
-    """A docstring says first what a function returns or does; "Of the rows that …" leaves the reader to guess."""
+def test_docstrings_say_first_what_is_returned() -> None:
+    """ "Of the rows that …" and "What the …" leave the reader to guess what a function returns or does."""
     found = [
         f"{name_of(path)}: {text.strip()[:60]}"
         for path in tracked("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         for text in docstrings(node)
-        if text.strip().startswith("Of ")
+        if text.split(maxsplit=1)[:1] in OPENINGS
     ]
     assert not found, "\n".join(found)

@@ -31,7 +31,8 @@ def is_of_a_test(name: str) -> bool:
 
 
 def test_nothing_is_imported_from_a_test_module() -> None:
-    """What several test modules use lies in tests/lib; only test functions themselves may have such names."""
+    """Code that several test modules use is in tests/lib. (A name that begins with `test_` may itself be imported: a
+    test function.)"""
     wrong = {
         str(path.relative_to(ROOT)): found
         for folder in ("tests", "benchmarks")
@@ -42,7 +43,7 @@ def test_nothing_is_imported_from_a_test_module() -> None:
 
 
 def test_scripts_of_benchmarks_are_imported_by_their_own_tests_only() -> None:
-    """What several scripts, or tests of other folders, use lies in benchmarks/lib."""
+    """Code that several scripts, or tests of other folders, use is in benchmarks/lib."""
     wrong = {
         str(path.relative_to(ROOT)): found
         for folder in ("tests", "benchmarks")

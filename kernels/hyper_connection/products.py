@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsv4_kernels.device import bf16_rows, ptx
+from dsv4_kernels.device import bf16_rows, pipeline, ptx
 from dsv4_kernels.device.mma import multiply_tf32
 from dsv4_kernels.hyper_connection.arithmetic import address_of, split_tf32, sum_of_squares, sum_over_units
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS
@@ -48,8 +48,8 @@ class Products(Streams):
         rows = [fn + (upper_row + 8 * i) * plan.row_bytes for i in range(max(1, plan.rows // 8))]
         totals = [[Float32(0.0)] * 4 for _ in range(-(-plan.rows // 16))]
         for stream in cutlass.range_constexpr(STREAMS):
-            stage = stream % plan.stages
-            cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, stream // plan.stages & 1)
+            stage, phase = pipeline.stage_of(stream, plan.stages)
+            cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
             products = [[Float32(0.0)] * 4 for _ in totals]
             for unit in cutlass.range_constexpr(UNITS):
                 offset = stage * plan.stage_bytes + (unit // 2 * (2 * QUAD) + unit % 2) * CHANNELS * 4

@@ -97,7 +97,7 @@ class DiskLimit:
         self._total = 0
         self._lock = threading.Lock()  # held for one file at a time only: a request may wait for a reader
         self._next_scan = 0.0
-        self.deleted = 0  # files; only ever grows
+        self.deleted = 0  # number of files; only grows
 
     def make_room(self, nbytes: int) -> bool:
         """Delete the oldest files until a file of this size may be written; False if it still may not."""
@@ -119,12 +119,12 @@ class DiskLimit:
         return self._fits(nbytes, 1.0)
 
     def added(self, path: Path, nbytes: int) -> None:
-        """A file was written."""
+        """Note a file that was written."""
         with self._lock:
             self._remember(path, nbytes, time.time_ns())
 
     def removed(self, path: Path) -> None:
-        """A file was deleted, but not by this object."""
+        """Note a file that was deleted, but not by this object."""
         with self._lock:
             self._forget(path)
 

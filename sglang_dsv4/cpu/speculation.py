@@ -227,7 +227,7 @@ class _OnAGpu:
 
 
 def resolve_dspark(original: Callable[[ServerArgs], None], server_args: ServerArgs) -> None:
-    """Resolve DSPARK's arguments by SGLang's step, which refuses a CPU: it is told that the device is a GPU."""
+    """Run SGLang's resolution step for DSPARK, which refuses a CPU, with arguments whose device is a GPU."""
     from sglang.srt.arg_groups import speculative_hook
 
     if compat.resolving_view(server_args).device != "cpu":

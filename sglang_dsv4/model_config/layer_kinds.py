@@ -20,9 +20,9 @@ class LayerKind(Enum):
     SWA = 0
     """Sliding window only."""
     CSA = OVERLAP_TOKENS
-    """Sliding window, and the indexer's top-k of the entries; an entry is made of two groups of 4 tokens."""
+    """Sliding window, and the indexer's top-k of the entries; an entry is made of two compression groups of 4."""
     HCA = 128
-    """Sliding window, and all entries; an entry is made of a group of 128 tokens."""
+    """Sliding window, and all entries; an entry is made of one compression group of 128."""
 
     @property
     def ratio(self) -> int:

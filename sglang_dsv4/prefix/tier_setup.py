@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_policy() -> WritePolicy:
-    """`--hicache-write-policy`."""
+    """The policy that `--hicache-write-policy` chooses."""
     return WritePolicy(get_memory().hicache_write_policy)
 
 

@@ -1,9 +1,9 @@
 """Penalties count every token of a request's answer once, independent of the other requests in the batch.
 
 SGLang 0.5.23 updates a penaliser while it prepares a decode step, with the last token whose result it has processed
-(``ScheduleBatch.cumulate_penalty_output_tokens``). Under overlapped scheduling that token is one step old, at first the
-last token of the prompt. When other requests make the scheduler wait for a result, a token is skipped or counted twice.
-A request that was retracted comes back with nothing counted. Here
+(``ScheduleBatch.cumulate_penalty_output_tokens``). Under overlapped scheduling that token is one decode step old, at
+first the last token of the prompt. When other requests make the scheduler wait for a result, a token is skipped or
+counted twice. A request that was retracted comes back with nothing counted. Here
 
 * tokens are counted where they are sampled;
 * a batch of new requests counts the tokens that these were answered with before.
@@ -53,7 +53,7 @@ def remember_source(copy: SamplingBatchInfo, info: SamplingBatchInfo) -> None:
 def count_sampled(
     tokens: Tensor, runner: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
 ) -> None:
-    """Count the sampled `tokens [batch]` for the next step's penalties; runs after ``ModelRunner.sample``."""
+    """Count the sampled `tokens [batch]` for the next decode step's penalties; runs after ``ModelRunner.sample``."""
     info = getattr(forward_batch.sampling_info, "source", None)
     if info is not None and info.penalizer_orchestrator.is_required and are_counted_here(info.device):
         info.penalizer_orchestrator.cumulate_output_tokens(tokens.long())

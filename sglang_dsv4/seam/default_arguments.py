@@ -1,6 +1,6 @@
-"""Our steps in SGLang's resolution of a server's arguments: check the checkpoint, refuse flags, set defaults.
+"""Our resolution steps for a server's arguments: check the checkpoint, refuse flags, set defaults.
 
-Each step gets the server arguments and `previous`, SGLang's own step of the same name.
+Each resolution step gets the server arguments and `previous`, SGLang's own step of the same name.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 NAME = "dsv4"
-"""Of the attention backend, the prefix cache and the MoE runner."""
+"""The name of the attention backend, the prefix cache and the MoE runner."""
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
 DISPATCHER = "_request_dispatcher"
@@ -158,8 +158,8 @@ HOOKS = (
          "SGLang's scheduler answers failed control requests with an error"),
     Hook("sglang.srt.arg_groups.speculative_hook._handle_dspark", Kind.AROUND, Process.EVERY,
          f"{_CPU}.speculation:resolve_dspark",
-         "SGLang's step for DSPARK refuses a CPU",
-         "that step asks the platform, as the one for EAGLE does", only_cpu=True),
+         "SGLang's resolution step for DSPARK refuses a CPU",
+         "that resolution step asks the platform, as EAGLE's does", only_cpu=True),
     Hook("handle_model_source_paths", Kind.RESOLUTION, Process.EVERY,
          "sglang_dsv4.seam.default_arguments:check_checkpoint",
          "reads config.json, index and tokenizer before SGLang fills in missing fields", _STAYS),
@@ -237,7 +237,7 @@ HOOKS = (
     Hook("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs", Kind.AFTER,
          Process.SCHEDULER, "sglang_dsv4.seam.creators:capture_draft_extend",
          "SGLang captures a draft's extend step only for a list of its own backends",
-         "a backend can say that the step may be captured"),
+         "a backend can say that the extend step may be captured"),
     Hook("sglang.srt.speculative.dspark_components.dspark_worker_v2.target_model_type", Kind.AFTER,
          Process.SCHEDULER, "sglang_dsv4.warmup.cuda_graphs:model_type_for_epilogue",
          "draft acceptance is captured in DSpark's verify graph", "a target can ask for that epilogue"),
@@ -319,8 +319,8 @@ HOOKS = (
          "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
     Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
-         f"{_CPU}.speculation:view_as_on_a_gpu", "while SGLang's step for DSPARK runs, the device is said to be a GPU "
-         "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as the one for EAGLE does", only_cpu=True),
+         f"{_CPU}.speculation:view_as_on_a_gpu", "while that step runs, the arguments' device is a GPU "
+         "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as EAGLE's does", only_cpu=True),
 )  # fmt: skip
 """All other rows, in the order in which they are installed."""
 

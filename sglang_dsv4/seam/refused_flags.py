@@ -37,7 +37,7 @@ REFUSALS = (
     Refusal(
         "--hicache-host-memory-mode",
         lambda mode: mode != "cache",
-        "host memory keeps prefixes, and the storage gets them from there; leave it out",
+        "host memory keeps prefixes, and the storage backend gets them from there; leave it out",
     ),
     Refusal(
         "--hicache-host-memory-fraction",

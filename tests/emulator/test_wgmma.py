@@ -386,7 +386,7 @@ st.shared.b32 [%r2+{1024 + B_AT}], %r1; bar.sync 0;"""
 
 
 def test_wait_of_one_warp_frees_the_buffer() -> None:
-    """CUTLASS's pipelines: one thread of the warpgroup arrives at the `empty` barrier after its wait, and a
+    """One thread of the warpgroup arrives at the `empty` barrier after its wait, as in CUTLASS's pipelines, and a
     producer warp that waits for the barrier may overwrite the buffer that the whole warpgroup has read."""
     p = Problem()
     barrier = "setp.ne.u32 %p4, %r100, 0; @%p4 bra S1; mbarrier.init.shared::cta.b64 [%r103], 1; S1: bar.sync 1;"

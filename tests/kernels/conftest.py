@@ -13,7 +13,7 @@ from dsv4_kernels.device import dependent_launch
 
 @pytest.fixture
 def in_turns() -> Iterator[None]:
-    """Launches do not begin early: explanations of deletions (emulator/results) name lines of the PTX of such
+    """Launches do not begin early: reasons in emulator/results for uncaught deletions name PTX lines of such
     kernels."""
     with dependent_launch.switched(False):
         yield
@@ -21,7 +21,7 @@ def in_turns() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def kernel_on_gpu() -> Callable[[str], str]:
-    """Return a function: op -> name of the kernel for this GPU. The function skips the test if there is none."""
+    """A function: op -> name of the kernel for this GPU. The function skips the test if there is none."""
 
     def name_of(op: str) -> str:
         if not torch.cuda.is_available():

@@ -1,9 +1,9 @@
 """A token's bits do not depend on the batch or chunk that it is computed in: for every op, bitwise.
 
-Each op is a function of N = 300 tokens with inputs of their own. The whole is computed once, and then parts of it:
-stretches of 1 to 257 tokens from several places (chunking), and tokens picked in random order (batch composition).
-Attention and indexer also get other tokens with longer lists beside them, so that their padding differs. In fp32 and
-bf16, with one thread, two and three; and all give the bits of one.
+Each op is a function of N = 300 tokens with inputs of their own. All tokens are computed at once, and then parts of
+them: ranges of 1 to 257 tokens from several positions (chunking), and tokens picked in random order (batch
+composition). Attention and indexer also get tokens with longer lists in the same batch, so that their padding differs.
+In fp32 and bf16, with one, two and three threads; all of them give the bits of one thread.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def experts(dtype: torch.dtype, act_qdq_block: int | None) -> Op:
 
 
 def compressor(ratio: int, halves: int) -> Op:
-    """A "token" is a group here; its sources lie in the state, among the tokens, or nowhere."""
+    """A "token" is a compression group here; its sources lie in the state, among the tokens, or do not exist."""
     normal = make_normal(torch.float32)
     state, kv, score = normal(50, 2, halves * 20), normal(80, halves * 20), normal(80, halves * 20)
     sources = torch.randint(-1, 130, (N, halves * ratio), generator=torch.Generator().manual_seed(1)).int()
@@ -130,7 +130,7 @@ def indexer(dtype: torch.dtype, heads: int, format: RowFormat) -> Op:
 
 
 def attention(dtype: torch.dtype, heads: int, dim: int, format: RowFormat = RowFormat.PLAIN) -> Op:
-    """CSA lists of a length per token, HCA's dense entries, a window alone, and a split with its merge."""
+    """CSA lists of a length per token, HCA's dense entries, a window alone, and a KV split with its merge."""
     normal = make_normal(dtype)
     rows = KVRows.allocate(1024, format, dim, 64 if format is RowFormat.FP8 else 8, dtype, "cpu")
     rows.scatter(torch.arange(1024), normal(1024, dim))
@@ -145,7 +145,7 @@ def attention(dtype: torch.dtype, heads: int, dim: int, format: RowFormat = RowF
 
     def op(t: Tensor) -> list[Tensor]:
         own = (q[t], rows, window[t])
-        if format is RowFormat.FP8:  # unpacking is slow; what it adds to the plain rows' cases is one gather
+        if format is RowFormat.FP8:  # unpacking is slow, and adds only a gather to the cases with plain rows
             return [sparse_attention(*own, rows, listed[t], sink=sink, scale=0.3)]
         dense = {
             "page_table": page_table,
@@ -222,9 +222,10 @@ def test_one_thread(name: str, dtype: torch.dtype, threads: Callable[[int], None
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_threads(count: int, name: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
-    """Fewer parts; and the whole is bitwise that of one thread.
+    """Fewer parts; all tokens at once are bitwise equal to the result of one thread.
 
-    Two threads changed the bits of five heads' attention in a batch of one; three those of products with few columns.
+    Two threads changed the bits of five heads' attention in a batch of one; three threads those of products with few
+    columns.
     """
     op = OPS[name](dtype)
     threads(1)

@@ -1,7 +1,7 @@
 """Dependent launches: the small row kernels may begin early, the switch, and a model of how CTAs share a GPU.
 
 Each larger op's test module checks its own kernels with `ops.early_launches`. All other tests of kernels run with
-dependent launch on, too; DSV4_DEPENDENT_LAUNCH=off runs them without.
+dependent launch on, too; DSV4_DEPENDENT_LAUNCH=off runs them without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS = tuple(name for name in WORKS if name != "norm_rope_store_16_heads")
 
 @contextlib.contextmanager
 def by_name() -> Iterator[None]:
-    """Inside, ops take the implementation that is named, also on a CPU."""
+    """Inside, ops use the implementation that is named, also on a CPU."""
     named = mock.patch.object(registry, "chosen", lambda op, device, dtype, impl: registry._implementation(op, impl))
     with named, mock.patch.object(registry, "_resolved", {}):
         yield
@@ -50,7 +50,7 @@ def rows(name: str, kernel: str) -> list[Tensor]:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ROWS)
 def test_row_kernels_may_begin_early(name: str, kernel: str) -> None:
-    """With the bits that they have without the switch."""
+    """Early launches have the same bits as launches without the switch."""
     with launched_early():
         made = rows(name, kernel)
     with dependent_launch.switched(False), early_flags() as early:
@@ -88,7 +88,8 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
 
 
 def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory and on disk: the switch is part of a kernel's name."""
+    """Kernels compiled with and without the switch are stored side by side, in memory and on disk: the switch is part
+    of the key."""
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path))
     by_default = compile_cache._Stored.at(compile_cache.folder(), "a", "1", "sm_90a")
     made = []
@@ -101,19 +102,20 @@ def test_both_are_kept_beside_each_other(tmp_path: object, monkeypatch: pytest.M
     assert compile_cache._Stored.at(compile_cache.folder(), name, config_of_off, arch).object != by_default.object
 
 
-# ---- places: rules 3 and 4 of `dependent_launch`, as a model of what a GPU may do, since launches do not meet here
+# ---- SM slots: rules 3 and 4 of `dependent_launch`, on a model of a GPU, since launches do not overlap in the emulator
 
 
 @dataclass
 class Grid:
-    """A launch of a random program. CTAs go from absent over waiting and running to done."""
+    """A launch in a random program. Its CTAs go from absent through waiting and running to done."""
 
     ctas: int
     before: list[Grid]
-    """What it waits for: the launch before it in its stream, and where streams fork and join, others."""
+    """The launches that it waits for: the launch before it in its stream, and other streams' launches where streams
+    join."""
     early: bool
     meets: bool
-    """Its CTAs wait for each other, so they are placed together."""
+    """Whether its CTAs wait for each other, so that all become resident together."""
     waiting: int = 0
     running: int = 0
     done: int = 0
@@ -127,12 +129,12 @@ class Grid:
         return self.done == self.ctas
 
     def lets_in(self, all_of_them: bool) -> bool:
-        """Whether enough CTAs are behind `begin`."""
+        """Whether enough CTAs have called `begin`."""
         begun = self.running + self.done
         return begun == self.ctas if all_of_them else begun > 0
 
     def steps(self, places: int, together: bool, all_of_them: bool) -> Iterator[tuple[str, int]]:
-        """What may happen to it, with so many places free: (from where, CTAs)."""
+        """Its possible transitions with `free` SM slots left: (state, CTAs)."""
         if all(b.ended or (self.early and b.lets_in(all_of_them)) for b in self.before):
             at_once = self.ctas if self.meets and together else 1
             if self.placed < self.ctas and places >= at_once:
@@ -152,7 +154,8 @@ class Grid:
 
 
 def random_program(rng: random.Random, places: int) -> list[Grid]:
-    """Launches of two streams that fork and join at random; some with CTAs that meet, some with more than places."""
+    """Launches of two streams that fork and join at random; some have CTAs that meet, some more CTAs than there are SM
+    slots."""
     grids: list[Grid] = []
     newest: list[list[Grid]] = [[], []]
     for _ in range(rng.randint(3, 10)):
@@ -166,7 +169,7 @@ def random_program(rng: random.Random, places: int) -> list[Grid]:
 
 
 def hangs(seed: int, together: bool = True, all_of_them: bool = True) -> bool:
-    """Whether a random program stops before its end, on a GPU that likes best to place CTAs of late launches."""
+    """Whether a random program stops before its end, on a GPU that prefers CTAs of late launches."""
     rng = random.Random(seed)
     places = rng.randint(1, 6)
     grids = random_program(rng, places)
@@ -186,7 +189,7 @@ def test_a_waiting_cta_never_occupies_room_that_an_earlier_launch_needs() -> Non
 
 
 def test_it_hangs_without_the_rules() -> None:
-    """Where the first CTA lets the next launch in; where CTAs that meet get places one by one."""
+    """The model hangs if the first CTA releases the next launch, or if CTAs that meet become resident one by one."""
     assert any(hangs(seed, all_of_them=False) for seed in range(600))
     assert any(hangs(seed, together=False) for seed in range(600))
 
@@ -197,7 +200,8 @@ def test_it_hangs_without_the_rules() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_benchmarks_chain(kernel: str) -> None:
-    """Of small kernels that hand on what they make, in the emulator: every one begins early."""
+    """A chain of small kernels, each of which reads the previous one's result, in the emulator: every launch begins
+    early."""
     from ptx_emulator import Checks, emulated
 
     with by_name(), emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule="random") as device:
@@ -211,6 +215,6 @@ def test_the_benchmarks_chain(kernel: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 64])
 def test_a_graph_of_early_launches_has_the_same_bits(kernel_on_gpu: Callable[[str], str], tokens: int) -> None:
-    """Replayed many times: a kernel that reads before it waits is wrong now and then."""
+    """Replayed many times: a kernel that reads before it waits is wrong only sometimes."""
     device = torch.device("cuda")
     check_chain(Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")))

@@ -30,7 +30,7 @@ def values_for(rows: KVRows, n: int, seed: int = 0) -> torch.Tensor:
 
 
 def stored(rows: KVRows, values: torch.Tensor) -> torch.Tensor:
-    """What a row reads back as."""
+    """The values that a table returns for stored rows."""
     if rows.format is RowFormat.PLAIN:
         return values.to(rows.storage.dtype)
     if rows.format is RowFormat.FP8:
@@ -39,7 +39,7 @@ def stored(rows: KVRows, values: torch.Tensor) -> torch.Tensor:
 
 
 def row_bytes_by_hand(x: torch.Tensor) -> np.ndarray:
-    """[N, 512] -> [N, 584]: 448 e4m3, 64 bf16 little-endian, 7 biased exponents, one zero."""
+    """The bytes [N, 584] of rows [N, 512]: 448 e4m3, 64 bf16 little-endian, 7 biased exponents, one zero."""
     codes, exponents, _ = quantise_e4m3(x[:, :448], 64)
     rope = x[:, 448:].bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
     rope_bytes = np.stack([rope & 0xFF, rope >> 8], -1).astype(np.uint8).reshape(len(x), 128)
@@ -86,7 +86,7 @@ def test_index_row_bytes() -> None:
 
 
 def test_fp8_page_bytes() -> None:
-    """Rows 63, 64 and 130: data at row · 576 of its page, scales behind all 64 rows' data, nothing else touched."""
+    """Rows 63, 64 and 130: data at row · 576 of its page, scales after all 64 rows' data, no other byte written."""
     rows = table("fp8", 150)
     assert rows.storage.shape == (3, 37_440) and rows.row_bytes == 584 and rows.nbytes == 3 * 37_440
     x = values_for(rows, 3)
@@ -113,7 +113,7 @@ def test_index_fp4_page_bytes() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scatter_then_gather(name: str) -> None:
-    """In any order, any shape of index, int32 or int64; rows that were not written are still NaN."""
+    """Rows in any order, an index of any shape, int32 or int64; rows that were not written are still NaN."""
     rows = table(name, 200, fill=float("nan"))
     where = torch.randperm(200, generator=torch.Generator().manual_seed(3))[:90]
     x = values_for(rows, 90)

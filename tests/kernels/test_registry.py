@@ -73,7 +73,7 @@ def test_bad_registrations() -> None:
 
 @pytest.mark.usefixtures("doubling")
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """`doubling` has just been registered, so nothing is resolved yet."""
+    """Registering `doubling` has cleared earlier choices."""
     with caplog.at_level(logging.INFO, logger="dsv4_kernels.registry"):
         for _ in range(3):
             rms_norm(X, None, 0.0)
@@ -101,7 +101,8 @@ def test_attention_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, capability: 
 
 @pytest.mark.usefixtures("doubling")
 def test_a_caller_may_ask_what_would_be_taken() -> None:
-    """And whether a CUDA graph can capture it: the reference of the attention reads lengths back."""
+    """`chosen` returns the implementation and whether a CUDA graph can capture it: the attention's reference reads
+    lengths back."""
     assert registry.chosen("rms_norm", CPU, torch.float32).name == "doubling"
     assert registry.chosen("rms_norm", CPU, torch.bfloat16).name == "ref"
     assert registry.chosen("rms_norm", torch.device("cuda"), torch.bfloat16).graph_safe

@@ -1,4 +1,4 @@
-"""Rows that lie so far apart that neither bytes nor elements between them can be counted in 32 bits. Emulated."""
+"""Rows at distances whose bytes and elements exceed 32 bits, in the emulator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ POSITIONS, FREQUENCIES = torch.tensor([3, 2**20 - 1, 0, 70000]), rope_frequencie
 
 
 def in_fp32(rows: Tensor) -> Tensor:
-    """Rows of bf16 as rows of fp32 in the same memory."""
+    """A view of rows of bf16 as rows of fp32 in the same memory."""
     return rows.view(torch.float32)
 
 
 def norm_rope_store(x: Tensor) -> list[Tensor]:
-    """In place; the window rows lie behind the queries."""
+    """In place; the window rows lie after the queries."""
     from dsv4_kernels.norm_rope_store import gpu
 
     q, kv = x[:, :1024].unflatten(1, (2, 512)), x[:, 1024:1536]

@@ -178,7 +178,7 @@ def test_a_planted_fault_is_found(planted_server: tuple[Server, Path], fault: st
 
 @pytest.mark.slow
 def test_an_operator_that_is_not_batch_invariant_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
-    """As if the CPU's products were not marked batch-invariant."""
+    """The CPU's products are not marked batch-invariant here."""
     (tmp_path / "sitecustomize.py").write_text(
         (Path(planted_ops.__file__).parent / "sitecustomize.py").read_text().replace("planted_ops", "unmarked")
     )

@@ -171,19 +171,6 @@ def test_clean_leaves_the_users_checkpoints(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("failing", ["none", "test", "lint"])
-def test_continuous_integration_runs_both_and_fails_with_either(failing: str, tmp_path: Path) -> None:
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    rules = [f"{goal}:\n\t@echo {goal}{'; exit 1' if goal == failing else ''}\n" for goal in ("test", "lint")]
-    (tmp_path / "Makefile").write_text("".join(rules))
-    # make runs this suite, and its variables would make the inner make announce its folders.
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, env=env)
-    assert done.stdout.split() == ["test", "lint"]
-    assert (done.returncode == 0) == (failing == "none")
-
-
 def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
     """It used to end with the socket's OverflowError."""
     done = quickstart("--model-path", str(checkpoint), "--port", "70000")

@@ -273,7 +273,7 @@ def sum_products_ahead(
     stage: Stage,
     sums: cute.Tensor,
 ) -> None:
-    """As `sum_products`, but converts the codes of a step while the products of the previous step run."""
+    """Sums like `sum_products`, but converts the codes of a step while the products of the previous step run."""
     full = barriers[0]
     codes, shifts, _ = places = places_of(plan, base, lane, unit)
     even, odd = (cute.make_rmem_tensor((LEFT_WORDS,), Uint32) for _ in range(2))

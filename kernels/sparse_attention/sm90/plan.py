@@ -149,7 +149,7 @@ class Configuration:
 WHOLE_TOKENS = 1 << 20
 """Value of `sub_split_steps` that makes all KV splits of a token one work tile."""
 MAX_SUB_SPLIT_STEPS = 3
-"""Where tokens differ in length, KV splits are divided into sub-splits of up to this many steps (or one more), if all
+"""Most steps of a sub-split, which may have one more. KV splits are divided where tokens differ in length, if all
 sub-splits of a launch fit on the GPU at once."""
 MIN_CTAS_PER_TOKEN = 2
 """KV splits are divided only if each token, block of heads and channel split can have this many CTAs."""

@@ -1,7 +1,7 @@
-"""The compressor through a toy ring of states, against a loop over whole sequences (DeepSeek-V4 specification, 3.4).
+"""The compressor through a small ring of states, against a loop over whole sequences (DeepSeek-V4 specification, 3.4).
 
 Regimes: CSA (ratio 4, two halves) and HCA (one half); one request and several interleaved; chunks of every size around
-the group; the first group, which has no predecessor; rows of the ring that must not be read filled with NaN.
+the compression group; the first group, which has no predecessor; ring rows that must not be read filled with NaN.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def naive_entries(kv: torch.Tensor, score: torch.Tensor, ratio: int, halves: int
 
 
 class ToyRing:
-    """States of a few requests, `ring` rows each: a token at position p lies at slot · ring + p % ring."""
+    """States of a few requests, `ring` rows each: a token at position p is in row slot · ring + p % ring."""
 
     def __init__(self, slots: int, ratio: int, halves: int) -> None:
         self.ratio, self.halves, self.ring = ratio, halves, ratio * halves
         self.rows = torch.full((slots * self.ring, 2, halves * D), float("nan"))
 
     def forward(self, chunks: list[tuple[int, int, torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """One forward over (slot, first position, kv, score) of several requests -> closed entries by slot."""
+        """The closed entries by request slot after one forward over (slot, first position, kv, score) of several
+        requests."""
         num_state, sources, owners, first_token = len(self.rows), [], [], 0
         for slot, begin, kv, _ in chunks:
             end = begin + len(kv)
@@ -125,7 +126,7 @@ def test_csa_uses_the_first_half_of_the_previous_group_and_the_second_of_its_own
 
 
 def test_groups_without_sources_are_zero_and_touch_nothing() -> None:
-    """What a decoding batch gives for requests that close no group."""
+    """Requests of a decode batch that close no group."""
     kv, score = sequence(3, 1, seed=1)
     kv[1], score[1] = float("nan"), float("nan")
     sources = torch.tensor([[-1] * 4, [0, 2, -1, -1], [-1] * 4], dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""compress_store: the definition against its parts, the kernels, emulated, against float64 and the definition's bytes.
+"""compress_store: the definition against its parts; the kernels, emulated, against float64 and the definition's bytes.
 
 Regimes: requests whose groups lie in the batch, in the state and in both; first groups of a sequence, which have no
 predecessor; open groups and padding; positions up to 2**20; chunks, and batches of one to six tokens a request, with
-rings that are just large enough; all stored forms; tables, states and checkpoints beyond 2**31 bytes. What no source
-names is NaN, and so is what must stay as it was.
+rings of the minimal size; all stored forms; tables, states and tails beyond 2**31 bytes. Memory that is no source is
+NaN, as is memory that must not be written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RING = {"csa": 8, "hca": 128}
 FAR = 2**20 - 128
 CHUNKS = {
     "csa": (
-        Request(3, 0, 9),  # a first group; one token stays over
+        Request(3, 0, 9),  # a first group; one token remains
         Request(1, FAR - 6, 11),  # its first group lies in the state, the batch and, before it, the state
         Request(4, 8, 2),  # closes none
         Request(2, 5, 3),  # closes [4, 8)
@@ -57,7 +57,7 @@ ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 
 
 def before(setting: Setting, f: Forward, which: int, dtype: torch.dtype) -> tuple[KVRows, Tensor]:
-    """Table and state as the ops one by one make them; entries of open groups go to row 0, as zeros do."""
+    """Table and state from the separate ops, one after the other; entries of open groups go to row 0, as zeros do."""
     c, g = f.compressions[which], f.groups
     table, state = replace(c.table, storage=c.table.storage.clone()), c.state.clone()
     score = c.score + c.ape[g.positions % g.ratio]
@@ -97,7 +97,7 @@ def test_the_definition_has_the_bits_of_its_parts(kind: str, form: str) -> None:
         assert same_bits(c.state, state)
         rows = torch.arange(1, c.table.num_rows)
         assert null.format is PLAIN and same_bits(c.table.gather(rows), table.gather(rows))
-        assert c.table.gather(torch.tensor([0])).isnan().all()  # nothing comes of an open group
+        assert c.table.gather(torch.tensor([0])).isnan().all()  # an open group writes nothing
 
 
 def test_the_definition_in_fp32() -> None:
@@ -142,7 +142,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 
 def run(kernel: str, f: Forward, schedule: str = "late", seed: int = 0, launches: int | None = None) -> Forward:
-    """Runs a forward in the emulator with all its checks on; it may warn of nothing."""
+    """Runs a forward in the emulator with all its checks on; warnings fail."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.compressor import gpu
@@ -155,7 +155,7 @@ def run(kernel: str, f: Forward, schedule: str = "late", seed: int = 0, launches
 
 
 def assert_state(setting: Setting, f: Forward, untouched: Forward) -> None:
-    """The state has the rows that are kept, bit for bit, and is otherwise as it was; so have the checkpoints."""
+    """The state has the kept rows, bit for bit, and is otherwise unchanged; so have the tails."""
     for c, was in zip(f.compressions, untouched.compressions, strict=True):
         score = was.score + was.ape[f.groups.positions % f.groups.ratio]
         for rows, kept, table in (
@@ -169,7 +169,7 @@ def assert_state(setting: Setting, f: Forward, untouched: Forward) -> None:
 
 
 def assert_allowed(setting: Setting, f: Forward) -> None:
-    """Every entry lies where it may, most of its numbers are the only ones allowed, and nothing else is written."""
+    """Every entry is in an allowed row, most of its numbers are the only ones allowed, and no other row is written."""
     for which, dim in enumerate(setting.all_dims):
         entries, certain = f.entries(which), []
         for (slot, number), row in entries.items():
@@ -209,7 +209,8 @@ def test_a_missing_wait_is_noticed(compiled_here: None) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "plain"])
 @pytest.mark.parametrize("kind", RATIOS)
 def test_what_is_stored_of_the_same_rows(kernel: str, kind: str, form: str) -> None:
-    """Bytes of `scatter`, values of the quantisers, bits of the Hadamard transform: of the kernel's own plain rows."""
+    """Stored forms of the kernel's own plain rows: bytes of `scatter`, values of the quantisers, bits of the Hadamard
+    transform."""
     plain = run(kernel, forward(SETTINGS[kind], CHUNKS[kind]))
     setting = replace(SETTINGS[kind], **FORMS[form])
     f, expected = forward(setting, CHUNKS[kind]), forward(setting, CHUNKS[kind])
@@ -246,7 +247,7 @@ def test_bytes_of_extreme_rows(kernel: str, first: int) -> None:
 
 @pytest.mark.parametrize("dim", [512, 128])
 def test_one_compressor_alone(kernel: str, dim: int) -> None:
-    """Has the bits that it has beside the other one."""
+    """One compressor in a launch has the bits that it has in a launch with both."""
     both = run(kernel, forward(SETTINGS["csa"], CHUNKS["csa"], overlaps={(3, 8): 5}))
     setting = replace(SETTINGS["csa"], dims=(dim,))
     alone = run(kernel, forward(setting, CHUNKS["csa"], overlaps={(3, 8): 5}))
@@ -257,7 +258,7 @@ def test_one_compressor_alone(kernel: str, dim: int) -> None:
 
 
 UNIFORM = {
-    # k, ring: the least that the pools have, so that the last token takes the place of a row that is read
+    # k, ring: the smallest that the pools have, so that the last token overwrites a row that is read
     "csa_1": ("csa", 1, 8),
     "csa_2": ("csa", 2, 8),
     "csa_3": ("csa", 3, 16),
@@ -270,7 +271,7 @@ UNIFORM = {
 
 
 def uniform_requests(ratio: int, k: int) -> list[Request]:
-    """For places of a group's end among k tokens one each, two that close none if there are such, and padding."""
+    """Requests for every position of a group's end among k tokens, two that close none if k allows it, and padding."""
     ends = [ratio * (5 + i) - 1 - i for i in range(0, min(k, ratio), 1 + min(k, ratio) // 8)]
     others = [ratio * 3, FAR] if k <= ratio - 2 else []
     begins = [0, *ends, *others]
@@ -280,7 +281,7 @@ def uniform_requests(ratio: int, k: int) -> list[Request]:
 @pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
 @pytest.mark.parametrize("name", UNIFORM)
 def test_a_uniform_batch_in_one_launch(kernel: str, name: str, schedule: str) -> None:
-    """Entries and states are those of a chunk's two launches, whatever runs first."""
+    """Entries and states are bitwise equal to those of a chunk's two launches, in any order of CTAs."""
     kind, k, ring = UNIFORM[name]
     setting = Setting(kind, ring)
     requests = uniform_requests(setting.ratio, k)
@@ -324,7 +325,7 @@ def test_bits_do_not_depend_on_the_batch(kernel: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RATIOS)
 def test_nothing_to_do(kernel: str, kind: str) -> None:
-    """No group at all, and a batch in which every group is open and no token kept."""
+    """No group at all, and a batch in which every group is open and no token is kept."""
     setting = SETTINGS[kind]
     for requests, k, launches in (([Request(4, 5, 2)], None, 1), ([Request(0, 0, 1)] * 3, 1, 1)):
         f, untouched = (forward(setting, requests, k) for _ in range(2))
@@ -334,7 +335,7 @@ def test_nothing_to_do(kernel: str, kind: str) -> None:
 
 
 class Shifted(torch.Tensor):
-    """Rows of a table whose first `skipped` rows are not there: its addresses need 64 bits."""
+    """A table whose first `skipped` rows are not allocated: its addresses need 64 bits."""
 
     skipped = 0
 
@@ -356,7 +357,7 @@ def shifted(x: Tensor, skipped: int) -> Tensor:
 @pytest.mark.parametrize("form", ["plain", "bytes"])
 @pytest.mark.parametrize("kind", RATIOS)
 def test_rows_beyond_32_bits(kernel: str, kind: str, form: str) -> None:
-    """Tables, states and checkpoints of more than 2**32 bytes."""
+    """Tables, states and tails of more than 2**32 bytes."""
     setting = replace(SETTINGS[kind], **FORMS[form])
     overlaps = {(3, 8): 5} if kind == "csa" else None
     f, near = (forward(setting, CHUNKS[kind], overlaps=overlaps) for _ in range(2))
@@ -387,7 +388,7 @@ def test_rows_beyond_32_bits(kernel: str, kind: str, form: str) -> None:
 
 
 def test_other_strides(kernel: str) -> None:
-    """Pages, plain rows, states and products that lie apart: the same bits, and nothing between is touched."""
+    """Pages, plain rows, states and products with gaps: the same bits, and the gaps are not written."""
     setting = replace(SETTINGS["csa"], formats=(FP8, PLAIN))
     f, expected = (forward(setting, CHUNKS["csa"]) for _ in range(2))
     run(kernel, expected)
@@ -432,7 +433,7 @@ def test_what_the_kernels_refuse(kernel: str) -> None:
 
 
 MOST_REGISTERS = {"csa": 168, "hca": 128, "keep": 48}
-"""Of a thread: two CTAs of 160 threads a multiprocessor, two of 256, and as many as there are."""
+"""Most registers of a thread: two CTAs of 160 threads a multiprocessor, two of 256, and the hardware's maximum."""
 
 
 def test_nothing_is_spilled(kernel: str) -> None:
@@ -458,7 +459,7 @@ def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
 
 
 def on_gpu(f: Forward) -> Forward:
-    """A copy there; kv and score remain halves of one product."""
+    """A copy of the inputs on the GPU; kv and score remain halves of one product."""
     tensors = ("ape", "state", "norm_weight", "frequencies", "overlap")
     made = []
     for c in f.compressions:
@@ -472,7 +473,7 @@ def on_gpu(f: Forward) -> Forward:
 
 
 def back(f: Forward) -> Forward:
-    """Tables, states and checkpoints on the CPU."""
+    """Tables, states and tails, copied to the CPU."""
     made = [
         replace(
             c,
@@ -521,7 +522,7 @@ def test_the_gpu_makes_a_chunk(kernel_here: str, kind: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", UNIFORM)
 def test_the_gpu_makes_a_uniform_batch(kernel_here: str, name: str) -> None:
-    """Eagerly, and out of a CUDA graph; the entries of a chunk."""
+    """Eagerly and from a CUDA graph; the entries are those of a chunk."""
     kind, k, ring = UNIFORM[name]
     setting = Setting(kind, ring)
     requests = uniform_requests(setting.ratio, k)
@@ -552,7 +553,7 @@ def test_the_gpu_makes_a_uniform_batch(kernel_here: str, name: str) -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
-    """Of the state, the table and the products: 12 GB together."""
+    """Rows of the state, the table and the products beyond 2 GB: 12 GB together."""
     setting = replace(SETTINGS["hca"], formats=(FP8,))
     near = forward(setting, CHUNKS["hca"])
     f = on_gpu(near)

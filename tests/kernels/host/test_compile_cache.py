@@ -1,9 +1,9 @@
 """Compiled kernels on disk: found again, not found when anything differs, compiled again when damaged.
 
 The bookkeeping is tested with a stand-in for compiler, exporter and loader. Real kernels are compiled (for sm_90a and
-sm_100a, which needs no GPU), exported and loaded in processes of their own: once the DSL has loaded its runtime
-library, the emulator cannot take its place in that process. That a loaded kernel computes what the compiled one does is
-checked where there is a GPU (test_sparse_attention_gpu.py).
+sm_100a, which needs no GPU), exported and loaded in separate processes: once the DSL has loaded its runtime library,
+the emulator cannot replace it in that process. Loaded kernels are compared with compiled ones where there is a GPU
+(test_sparse_attention_gpu.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
 @dataclass(frozen=True)
 class Config:
-    """Statically known facts of the small kernel."""
+    """Compile-time parameters of the small kernel."""
 
     factor: int = 2
 
@@ -82,7 +82,7 @@ def test_a_kernel_is_compiled_once_and_found_on_disk(folder: Path, caplog: pytes
     (path,) = objects(folder)
     facts = json.loads(path.with_suffix(".json").read_text())
     assert (facts["config"], facts["arch"]) == ("Config(factor=2)", "sm_90a")
-    assert {file.suffix for file in folder.iterdir()} == {".o", ".json", ".lock"}  # no scratch file is left
+    assert {file.suffix for file in folder.iterdir()} == {".o", ".json", ".lock"}  # no temporary file is left
 
 
 def test_another_configuration_architecture_source_or_environment_is_another_kernel(
@@ -199,7 +199,7 @@ def test_what_nobody_has_loaded_for_long_is_deleted(folder: Path) -> None:
 
 
 def test_what_is_not_ours_is_not_deleted(folder: Path) -> None:
-    """The folder is anyone's: an object of a build, with its neighbours, stays however old it is."""
+    """The folder may hold other programs' files: an object file and its neighbours stay, however old they are."""
     folder.mkdir()
     others = [folder / name for name in ("main.o", "main.json", "main.lock", "sparse_attention_sm90.o")]
     long_ago = time.time() - 10 * compile_cache.KEEP_DAYS * 24 * 3600
@@ -214,7 +214,7 @@ def test_what_is_not_ours_is_not_deleted(folder: Path) -> None:
 def test_a_lock_that_is_never_released_costs_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another process hangs while it compiles; this one does its work after a while, and the result is kept."""
+    """Another process hangs while it compiles; this one compiles after a while, and its result is stored."""
     monkeypatch.setattr(compile_cache, "LOCK_SECONDS", 0.2)
     Counted().get()
     (held,) = folder.glob("*.lock")
@@ -230,7 +230,7 @@ def test_a_lock_that_is_never_released_costs_a_warning(
 
 
 def test_a_lock_that_is_released_in_time_is_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever waited finds what the other one compiled."""
+    """A process that waited finds the kernel that the other one compiled."""
     Counted().get()
     compile_cache._in_memory.clear()
     kernel = Counted()
@@ -307,7 +307,7 @@ print(json.dumps([origin.source for origin in compile_cache.origins()]))
 
 
 def start(program: Path, *arguments: str) -> subprocess.Popen:
-    program.write_text(REAL_KERNEL)  # the DSL reads the source of what it compiles
+    program.write_text(REAL_KERNEL)  # the DSL reads the source of the functions that it compiles
     return subprocess.Popen([sys.executable, str(program), *arguments], stdout=subprocess.PIPE, text=True)
 
 

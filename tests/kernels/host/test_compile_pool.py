@@ -1,4 +1,5 @@
-"""Missing kernels, compiled by several processes: each once, whatever happens to a process, a file or the folder."""
+"""Missing kernels are compiled by several processes, each kernel once, whatever happens to a process, a file or the
+folder."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path / "kernels"))
     monkeypatch.setattr(compile_cache, "_in_memory", {})
-    for name in ("_exported", "_loaded"):  # which the stand-ins replace
+    for name in ("_exported", "_loaded"):  # replaced by stand-ins
         monkeypatch.setattr(compile_cache, name, getattr(compile_cache, name))
     return tmp_path / "kernels"
 
@@ -35,7 +36,7 @@ def fill(kernels: list[tuple[str, Callable[[], object]]], workers: int | None = 
 
 
 def ready(kernels: list[tuple[str, Callable[[], object]]]) -> list[str]:
-    """What each kernel says that compiled it, of this process; "disk" or "compiled" of those that it had to get."""
+    """The origins, "disk" or "compiled", of the kernels that this process had to get; calls every kernel."""
     known = len(compile_cache.origins())
     for _, compile in kernels:
         assert compile()().startswith("compiled by ")
@@ -51,10 +52,10 @@ def test_workers_compile_what_is_missing_and_the_caller_loads_it(
 ) -> None:
     monkeypatch.setattr(compile_pool, "SECONDS_A_LINE", 0.0)
     said, kernels = [], todo(5)
-    kernels[0][1]()  # on disk before
+    kernels[0][1]()  # already on disk
     compile_cache._in_memory.clear()
     assert compile_pool.fill(kernels, pooled_kernels.ARCH, lambda *line: said.append(line), 2) == 4
-    assert ready(kernels) == ["disk"] * 4  # the first was loaded when missing ones were looked for
+    assert ready(kernels) == ["disk"] * 4  # the first was loaded during the search for missing kernels
     ours, *theirs = sorted(authors(folder), key=lambda pid: pid != os.getpid())
     assert ours == os.getpid() and os.getpid() not in theirs and len(theirs) == 4
     counts = [(done, count) for done, count, _, _ in said]
@@ -89,7 +90,9 @@ def test_a_folder_that_is_full_ends_the_pool(folder: Path, caplog: pytest.LogCap
     kernels = todo(6, **{f"k{i}": "disk full" for i in range(6)})
     assert fill(kernels) == 0
     messages = warnings(caplog)
-    assert f"compiled ones are not kept in {folder}" in messages[0] and len(messages) <= 2  # of two workers, one each
+    assert (
+        f"compiled ones are not kept in {folder}" in messages[0] and len(messages) <= 2
+    )  # one message from each of two workers
     assert ready(kernels) == ["compiled"] * 6
 
 
@@ -107,7 +110,7 @@ def test_a_folder_that_takes_no_files_starts_no_worker(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_with_nothing_to_share_there_is_no_pool(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One core, or a cache that is off."""
+    """One core, or the cache switched off."""
     if workers == 2:
         monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(compile_pool, "_Worker", None)
@@ -127,7 +130,7 @@ def test_a_damaged_file_is_compiled_again(folder: Path, caplog: pytest.LogCaptur
 
 
 def test_ranks_wait_for_the_one_that_compiles(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The lock is free once everything is on disk; whoever waited has nothing left to compile."""
+    """The lock is released once everything is on disk; a rank that waited has nothing left to compile."""
     folder.mkdir()
     kernels, lock = todo(3), folder / "dsv4-kernel-pool.lock"
     held = lock.open("w")
@@ -182,7 +185,7 @@ print(json.dumps([done, [origin.source for origin in compile_cache.origins()]]))
 
 
 def test_real_kernels_of_two_ranks(folder: Path) -> None:
-    """Workers compile without a GPU for a named architecture; a process that names none finds what they compiled."""
+    """Workers compile without a GPU for a named architecture; a process that names none finds their kernels."""
     env = {name: value for name, value in os.environ.items() if name != compile_cache.ARCH_VARIABLE}
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Arguments of a launch in a buffer: every number at the address that the DSL would have given it."""
+"""Arguments of a launch in a buffer: every number at the offset that the DSL would give it."""
 
 import ctypes
 import threading
@@ -52,7 +52,7 @@ def test_a_launcher_packs_named_tuples_only() -> None:
     assert read(first)[1] == 7 and rest == list(others)
     seen.clear()
     launcher(VALUES._replace(first=9), VALUES.inner)
-    assert seen[0] is first and read(first)[0] == 9  # the same buffer, for the same place
+    assert seen[0] is first and read(first)[0] == 9  # the same buffer for the same argument position
     assert seen[1] is not first and len(seen[1].__c_pointers__()) == 2
 
 

@@ -10,7 +10,7 @@ import torch
 
 from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
 
-NORM_EPS, HC_EPS = 1e-3, 1e-2  # far larger than the model's 1e-6: a misplaced eps must show
+NORM_EPS, HC_EPS = 1e-3, 1e-2  # far larger than the model's 1e-6: a misplaced eps must change the result
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SHAPES = pytest.mark.parametrize(("streams", "d"), [(4, 16), (2, 24), (4, 512)], ids=str)
 

@@ -1,8 +1,8 @@
-"""The hyper-connection kernel: emulated for both architectures, what the compiler makes of it, and on a GPU.
+"""The hyper-connection kernel: emulated for both architectures, its compiled resources, and on a GPU.
 
-Outputs are held against float64, each from what the kernel itself made before it: streams from the inputs, post, comb
-and the mixture from the streams. Sizes: d = 1,024 is the smallest, where a CTA keeps all of fn; 3,072 and 4,096 are
-those where stages are filled again, 7,168 is Pro's, with one CTA a multiprocessor.
+Results are compared with float64, each computed from the kernel's own earlier results: streams from the inputs; post,
+comb and the mixture from the streams. Sizes: d = 1,024 is the smallest, where a CTA keeps all of fn; at 3,072 and 4,096
+stages are refilled; 7,168 is Pro's, with one CTA a multiprocessor.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish, hc_h
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
 
-NORM_EPS, HC_EPS = 0.25, 0.03  # far larger than the model's 1e-6: one that is misplaced must show in bf16 too
+NORM_EPS, HC_EPS = 0.25, 0.03  # far larger than the model's 1e-6: a misplaced one must change the result in bf16, too
 ITERATIONS = 20
 U32, U16 = 2.0**-24, 2.0**-8
-"""Half a unit in the last place of fp32 and of bf16, relative."""
+"""Relative rounding errors of fp32 and of bf16: half a unit in the last place."""
 ARCHES = {"sm90": "sm_90a", "sm100": "sm_100a"}
 NAMES = {arch: name for name, arch in ARCHES.items()}
 
 
 class Inputs(NamedTuple):
-    """Of `hc_boundary`; the first four rows of fn and so on are a head's."""
+    """Inputs of `hc_boundary`; the first four rows of fn, base and scale serve as a head's."""
 
     y: Tensor
     streams: Tensor
@@ -60,7 +60,8 @@ class Inputs(NamedTuple):
 
 
 def inputs(num_tokens: int, d: int, seed: int = 0, weight: torch.dtype = torch.float32) -> Inputs:
-    """Sizes as in a model: coefficients around those of a doubly stochastic mixture, fn's products around 1."""
+    """Random inputs with a model's magnitudes: coefficients around those of a doubly stochastic mixture, fn's products
+    around 1."""
     g = torch.Generator().manual_seed(seed)
     return Inputs(
         torch.randn(num_tokens, d, generator=g).bfloat16(),
@@ -78,20 +79,20 @@ def inputs(num_tokens: int, d: int, seed: int = 0, weight: torch.dtype = torch.f
 
 
 def exact_streams(i: Inputs) -> tuple[Tensor, Tensor]:
-    """hc_post, and the sum of the magnitudes of its terms."""
+    """`hc_post` in float64, and the sum of the magnitudes of its terms."""
     y, x, post, comb = (v.double() for v in (i.y, i.streams, i.post, i.comb))
     terms = torch.cat([post[:, None, :, None] * y[:, None, None], comb[..., None] * x[:, :, None]], 1)
     return terms.sum(1), terms.abs().sum(1)
 
 
 def exact_logits(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """What goes into sigmoids and softmax, and by how much fp32 may be off.
+    """The arguments of the sigmoids and of softmax in float64, and a bound on fp32's error.
 
-    Of fn, at most three units of its 24 bits are lost (6 halves of one). In a warp and stream 32 products of tensor
-    cores follow one another, of eight terms each; one may align them and the sum to the largest, and cut off what is
-    below 24 bits: 9 units of at most the sum of the magnitudes. Then a sum goes over 4 streams, at most 7 warps and 7
-    CTAs. The sum of squares has 16 terms in a unit, 5 steps over units and threads, and the same warps and CTAs; half
-    of its relative error counts. Eight roundings more for the norm (2**-22.9 for the reciprocal root), scale and base.
+    At most three units of fn's 24 bits are lost (6 halves of one). In a warp and stream 32 products of tensor cores
+    follow one another, of eight terms each; one may align them and the sum to the largest, and truncate bits below 24:
+    9 units of at most the sum of the magnitudes. Then a sum goes over 4 streams, at most 7 warps and 7 CTAs. The sum of
+    squares has 16 terms in a unit, 5 steps over units and threads, and the same warps and CTAs; half of its relative
+    error counts. Eight roundings more for the norm (2**-22.9 for the reciprocal root), scale and base.
     """
     x = streams.double().flatten(1)
     inverse = torch.rsqrt(x.square().mean(1, keepdim=True) + NORM_EPS)
@@ -112,15 +113,14 @@ def exact_comb(logits: Tensor) -> Tensor:
 
 
 def check_streams(found: Tensor, i: Inputs) -> None:
-    """Five products, each of which is rounded into the sum, and the rounding to bf16."""
+    """Bound: five products, each rounded into the sum, and the rounding to bf16."""
     exact, magnitude = exact_streams(i)
     assert ((found.double() - exact).abs() <= 6 * U32 * magnitude + 1.01 * U16 * exact.abs()).all()
 
 
 def check_coefficients(found: list[Tensor], reference: list[Tensor], exact: list[Tensor]) -> None:
-    """In the Frobenius norm at most twice as far from float64 as the reference, beside what eight roundings of fp32
-    make of numbers of this size, and 32 sums that are cut off (one unit each), of which sigmoids and softmax hand on
-    a quarter."""
+    """Bound, in the Frobenius norm: twice the reference's distance from float64, plus eight roundings of fp32 at this
+    magnitude, plus 32 truncated sums (one unit each), of which sigmoids and softmax pass on a quarter."""
     for f, r, e in zip(found, reference, exact, strict=True):
         error, others = (f.double() - e).norm(), (r.double() - e).norm()
         assert f.isfinite().all() and error <= 2 * others + (8 + 32 * 2 / 4) * U32 * e.norm(), (
@@ -129,8 +129,8 @@ def check_coefficients(found: list[Tensor], reference: list[Tensor], exact: list
 
 
 def check_mixture(found: Tensor, streams: Tensor, parameters: tuple, weight: Tensor | None) -> None:
-    """Element by element: rounded to bf16 once, or twice with a norm between. A sigmoid has a slope of at most 1/4, and
-    rounds 4 times itself (its argument, at most 2**-3 of what is lost there); sums round 4 times, the norm 20."""
+    """Bound, element by element: one rounding to bf16, or two with a norm between. A sigmoid has a slope of at most
+    1/4, and rounds 4 times itself (its argument, at most 2**-3 of that loss); sums round 4 times, the norm 20."""
     (logits, off), x = exact_logits(streams, *parameters), streams.double()
     pre = logits[:, :4].sigmoid() + HC_EPS
     exact = (pre[:, :, None] * x).sum(1)
@@ -145,7 +145,7 @@ def check_mixture(found: Tensor, streams: Tensor, parameters: tuple, weight: Ten
 
 
 def check_boundary(out: tuple[Tensor, ...], i: Inputs) -> None:
-    """All four results of hc_boundary."""
+    """Checks all four results of hc_boundary."""
     streams, x, post, comb = out
     check_streams(streams, i)
     parameters = (i.fn, i.base, i.scale)
@@ -199,7 +199,7 @@ def test_errors_say_what_is_expected() -> None:
 
 @pytest.fixture
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated for results holds NaN, so that what is not written shows."""
+    """Memory for results is filled with NaN, so that missing writes are noticed."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, math.nan, **options))
 
 
@@ -211,7 +211,8 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
 
 
 def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **options: object) -> object:
-    """What a call returns in the emulator, with all its checks on; it launches one kernel. fn: weights, constant."""
+    """The results of a call in the emulator, with all its checks on; it launches one kernel. fn: weights, constant
+    memory."""
     from ptx_emulator import Checks, emulated
 
     with emulated(checks=Checks.strict(), arch=arch, **options) as device:
@@ -245,7 +246,7 @@ def boundary(
     ("num_tokens", "tokens", "teams", "fp8"), [(1, 1, 1, True), (35, 8, 2, False)], ids=["alone-codes", "teams"]
 )
 def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
-    """Blackwell's PTX is Hopper's but for the target."""
+    """Blackwell's PTX equals Hopper's except for the target."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from ptx_emulator import emulated
 
@@ -264,13 +265,13 @@ def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams:
 
 @pytest.mark.parametrize(("num_tokens", "tokens"), [(1, 1), (2, 1), (3, 2), (5, 4), (17, 8)], ids=lambda n: str(n))
 def test_the_kernel_makes_a_boundary(arch: str, num_tokens: int, tokens: int) -> None:
-    """Groups that are full, that are not, and more than one of them."""
+    """Token groups that are full, that are not, and several of them."""
     i = inputs(num_tokens, 1024, seed=num_tokens)
     check_boundary(boundary(arch, i, tokens), i)
 
 
 def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
-    """A token alone, in other places of groups of other sizes, beside others."""
+    """A token alone, at other indices of groups of other sizes, and in other batches."""
     i = inputs(11, 1024, seed=5)
     together = boundary(arch, i, 8)
     for order, tokens in (([7], 1), ([10, 7, 3], 2), ([3, 0, 7, 10, 1], 4), ([7, 7, 10, 9, 3], 8)):
@@ -291,7 +292,8 @@ def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
 def test_the_kernel_makes_codes(
     arch: str, num_tokens: int, tokens: int, teams: int, d: int, weight: torch.dtype
 ) -> None:
-    """To the bit the quantiser of the row that it makes, whatever the group; all else as without."""
+    """Codes are bitwise equal to the quantiser of the kernel's own row, for any group size; other results are
+    unchanged."""
     i = inputs(num_tokens, d, seed=d, weight=weight)
     i.weight[128:256] *= 2.0**-30  # a block at the floor of scales, and one with a single large channel
     i.weight[640] *= 2.0**20
@@ -305,10 +307,11 @@ def test_the_kernel_makes_codes(
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 def test_products_have_all_bits_of_fn(arch: str, tokens: int) -> None:
-    """Where every sum of fp32 is exact: streams of -1, 0 and 1, and fn of 18 bits, of which tf32 would have 11.
+    """Inputs for which every fp32 sum is exact: streams of -1, 0 and 1, and fn of 18 bits, of which tf32 alone would
+    keep 11.
 
-    A missing half of fn, or a channel that meets another one's column, is off by 1e-4 and more. What is left are the
-    norm, scale and base, and the sigmoid.
+    A missing half of fn, or a channel multiplied with another one's column, is off by 1e-4 and more. The remaining
+    error comes from the norm, scale and base, and the sigmoid.
     """
     g, i = torch.Generator().manual_seed(tokens), inputs(5, 1024, seed=tokens)
     signs = (torch.randint(-1, 2, (5, 4, 1024), generator=g) * (torch.rand(5, 4, 1024, generator=g) < 0.03)).bfloat16()
@@ -326,7 +329,7 @@ def test_products_have_all_bits_of_fn(arch: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_stages_are_filled_again(arch: str, schedule: str) -> None:
-    """fn of four streams through fewer stages; asynchronous copies as late as they may be, and at random times."""
+    """Four streams' parts of fn through fewer stages; asynchronous copies as late as possible, and at random times."""
     from dsv4_kernels.hyper_connection.plan import STREAMS, Plan
 
     assert Plan(2, 3072, 24, True, True).stages < STREAMS
@@ -336,7 +339,7 @@ def test_stages_are_filled_again(arch: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
-    """Two clusters with two teams each, of which one has three groups, the last of three tokens, and the others two."""
+    """Two clusters with two teams each: one team has three groups, the last of three tokens, the others have two."""
     i = inputs(67, 1024, seed=6)
     out = boundary(arch, i, 8, teams=2, schedule=schedule, seed=4, multiprocessors=16)
     check_boundary(out, i)
@@ -345,7 +348,7 @@ def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
         assert torch.equal(found[some], expected)
 
 
-# (tokens, d), and tokens a group and teams a CTA: all rows of fn at once, through stages, and two teams that stay.
+# (tokens, d), and tokens a group and teams a CTA: all rows of fn at once, through stages, and two persistent teams.
 @pytest.mark.parametrize(
     ("num_tokens", "tokens", "teams"), [(3, 2, 1), pytest.param(35, 8, 2, marks=pytest.mark.slow)], ids=["one", "teams"]
 )
@@ -363,7 +366,8 @@ def test_a_missing_wait_is_noticed(arch: str) -> None:
 
 
 def test_only_constants_are_read_before_the_wait(arch: str) -> None:
-    """The boundary reads fn before it waits, which is right for a weight: here the emulator is not told that it is."""
+    """The boundary reads fn before it waits, which is legal for a weight; here the emulator is not told that fn is
+    constant, and reports it."""
     from ptx_emulator import EmulationError
 
     with dependent_launch.switched(True), pytest.raises(EmulationError, match=r"reads float32\[24, 4096\]"):
@@ -381,7 +385,7 @@ MUTATED = {
 @pytest.mark.usefixtures("compiled_here", "in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from ptx_emulator import Checks, emulated
 
@@ -410,7 +414,7 @@ def test_which_plan() -> None:
 
 
 def test_the_other_functions(arch: str) -> None:
-    """Each with its results alone; the norm's weight in bf16, rows of fn that are a head's."""
+    """The other functions, each with its results alone; the norm's weight in bf16, and a head's rows of fn."""
     from dsv4_kernels.hyper_connection import gpu
 
     def run(name: str, *arguments: object) -> object:
@@ -430,7 +434,7 @@ def test_the_other_functions(arch: str) -> None:
 
 
 def test_rows_may_lie_apart(arch: str) -> None:
-    """Of every input that has tokens; what lies between is NaN."""
+    """Gaps, filled with NaN, in every input that has tokens."""
     i = inputs(3, 1024, seed=8)
 
     def apart(x: Tensor, *padded: int) -> Tensor:
@@ -450,7 +454,7 @@ def test_rows_may_lie_apart(arch: str) -> None:
 
 
 def test_rows_beyond_32_bits(arch: str) -> None:
-    """Of every input that has tokens: neither their bytes nor their elements can be counted in 32 bits."""
+    """Every input that has tokens with distances whose bytes and elements exceed 32 bits."""
     from ptx_emulator import emulated
 
     from dsv4_kernels.hyper_connection import gpu
@@ -467,7 +471,7 @@ def test_rows_beyond_32_bits(arch: str) -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["one", "zero"])
 def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
-    """Sigmoids that are 0 or 1, weights of comb that are; streams of 2**40 beside a token of zeros."""
+    """Sigmoids and weights of comb that are 0 or 1; streams of 2**40 in a batch with a token of zeros."""
     i = inputs(3, 1024, seed=9)
     base = i.base.clone()
     base[4:8] += 300 * sign
@@ -486,9 +490,9 @@ def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
 
 @pytest.mark.parametrize("d", [4096, 7168], ids=["flash", "pro"])
 def test_the_models_widths(arch: str, d: int) -> None:
-    """Right, and as planned by what the compiler says of what many tokens take, with one team and with several:
-    registers and shared memory for as many CTAs of a multiprocessor. 28 words of a thread may lie on the stack, of
-    some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are held at once."""
+    """Right results; and the compiler's numbers for many tokens match the plan, with one team and with several:
+    registers and shared memory for the planned CTAs of a multiprocessor. 28 words of a thread may be on the stack, of
+    some 4,300 instructions: where streams are loaded, 80 words of them and 20 coefficients are live at once."""
     from lib.cubin import resources
     from ptx_emulator import emulated
 
@@ -501,7 +505,7 @@ def test_the_models_widths(arch: str, d: int) -> None:
     for plan in {Plan(8, d, 24, True, True), chosen, replace(chosen, fp8=True)}:
         with emulated(arch=arch):
             numbers = resources(gpu.compile(plan, arch).__cubin__)
-        # Warps are dealt out to four parts of the multiprocessor, which have a quarter of the registers each.
+        # Warps are distributed over four parts of the multiprocessor, each with a quarter of the registers.
         warps = -(-plan.ctas * plan.cta_threads // 32 // 4)
         assert numbers["stack_bytes"] <= 112 and numbers["registers"] * warps * 32 <= REGISTERS // 4, (plan, numbers)
         assert plan.ctas * (shared_memory(plan).size_in_bytes() + 1024) <= SHARED_BYTES + 1024, plan
@@ -529,7 +533,9 @@ def test_what_the_kernel_refuses(compiled_here: None) -> None:
     i = inputs(2, 1024)
     for tokens in (0, 2):
         refused("multiples of 1024 up to 8192; got 512", inputs(tokens, 512))
-    with pytest.raises(ValueError, match="multiples of 1024 up to 8192; got 512"):  # what a server compiles first
+    with pytest.raises(
+        ValueError, match="multiples of 1024 up to 8192; got 512"
+    ):  # the plan that a server compiles first
         gpu.compile(gpu.plans(512, fp8=True)[0], "sm_90a")
     refused("take streams in torch.bfloat16", i._replace(streams=i.streams.float()))
     refused("take fn in torch.float32, contiguous", i._replace(fn=i.fn.T.contiguous().T))
@@ -567,7 +573,7 @@ def test_the_gpu_makes_a_boundary(kernel_here: str, num_tokens: int, d: int) -> 
 
 @pytest.mark.gpu
 def test_the_gpu_runs_all_functions_out_of_a_graph(kernel_here: str) -> None:
-    """Eagerly and replayed on other numbers: the same bits."""
+    """Eager calls, and a graph replayed with other inputs: the same bits."""
     i = inputs(7, 4096, seed=1).to("cuda")
     other = inputs(7, 4096, seed=2).to("cuda")
 

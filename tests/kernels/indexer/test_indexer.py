@@ -78,7 +78,7 @@ def test_scores(name: str, lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("top_k", [1, 8, 64])
 @pytest.mark.parametrize("name", FORMATS)
 def test_topk(name: str, top_k: int, lengths: tuple[int, int]) -> None:
-    """The float64 choice, except where two scores are closer than fp32 can tell (none here)."""
+    """The choice by float64 scores, except where two scores are closer than fp32 can resolve (no such pair here)."""
     case = Case(name, lengths)
     got = index_topk(*case.arguments(), top_k)
     assert got.dtype == torch.int32 and got.shape == (len(case.visible), top_k)
@@ -91,7 +91,7 @@ def test_topk(name: str, top_k: int, lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("top_k", [8, 200])
 def test_rows_of_a_table_with_other_pages(top_k: int) -> None:
-    """The keys are found by page_table, the rows numbered by row_pages; nothing else changes."""
+    """Keys are addressed by page_table, the returned rows by row_pages; the choice is the same."""
     case = Case("plain_fp32", (150, 40))
     elsewhere = torch.arange(100, 120).view(2, 10).flip(1).int()
     in_keys = index_topk(*case.arguments(), top_k)
@@ -105,7 +105,8 @@ def test_rows_of_a_table_with_other_pages(top_k: int) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 5, 17, 100])
 def test_of_equal_scores_the_lower_entry_wins(top_k: int) -> None:
-    """Small integers: the scores are exact, and most of them tie, at zero and elsewhere, negative ones included."""
+    """Small integers: scores have no rounding error, and most of them tie, at zero and elsewhere, also at negative
+    values."""
     case = Case("plain_fp32", (150, 40), heads=2, integers=True)
     got = index_topk(*case.arguments(), top_k)
     ties = 0
@@ -119,7 +120,7 @@ def test_of_equal_scores_the_lower_entry_wins(top_k: int) -> None:
 
 
 def test_all_scores_zero() -> None:
-    """All products negative: relu leaves nothing, and the first entries win, whatever the weights' signs."""
+    """All products are negative: relu makes every score 0, and the first entries win, whatever the weights' signs."""
     keys = KVRows.allocate(64, RowFormat.PLAIN, 8, 4, torch.float32, "cpu", -1.0)
     weights = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
     visible = torch.tensor([64, 10])

@@ -1,8 +1,8 @@
 """The indexer's kernels: scores against float64, the choice against the definition's on the same scores.
 
 Regimes: no, few, exactly top_k, one more and many visible entries; requests of different length in one batch, a padding
-token; pages in any order, tables and tokens that lie apart; ties, all scores zero, infinities, subnormals; tokens in
-slices of the buffer; rows that nobody may read are NaN, and so is the buffer before it is written.
+token; pages in any order, tables and tokens with gaps; ties, all scores zero, infinities, subnormals; tokens in slices
+of the buffer. Rows that must not be read are NaN, and so is the buffer before it is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
     def of(lengths: tuple[int, ...], tokens: list[tuple[int, int]], heads: int = 64) -> Case:
         """Requests with shuffled pages; every row outside [0, lengths[b]) of a request is NaN.
 
-        `tokens` are pairs of a request and what the token sees.
+        `tokens` are pairs of a request and the number of entries that the token sees.
         """
         generator = torch.Generator().manual_seed(sum(lengths) + heads)
         pages = -(-max(lengths) // PAGE) + 1
@@ -61,7 +61,7 @@ class Case:
         return Case(keys, table[:, :pages], request, visible, apart, weights)
 
     def run(self, kernel: str, top_k: int, row_pages: Tensor | None = None, schedule: str = "late") -> tuple:
-        """Rows, and the buffers of scores; of an implementation, or of the same in a prefill ("sm90, prefill")."""
+        """Rows and score buffers of an implementation; "sm90, prefill" is sm90 with `prefill`."""
         from dsv4_kernels.indexer import gpu
 
         buffers, (name, _, prefill) = [], kernel.partition(", ")
@@ -89,7 +89,7 @@ class Case:
         return rows, buffers
 
     def spread(self) -> Case:
-        """The same over a table whose bytes 32 bits do not count: all pages but the first one lie far apart."""
+        """The same case over a table whose bytes exceed 32 bits: all pages but the first are far apart."""
         storage = self.keys.storage
         step = -(-BEYOND_BYTES // ((len(storage) - 1) * storage.stride(0)))
         pages = (len(storage) - 1) * step + 1
@@ -101,7 +101,7 @@ class Case:
         return replace(self, keys=keys, page_table=table[:, :-5])
 
     def exact_scores(self, token: int) -> tuple[Tensor, Tensor]:
-        """In float64, and the sum of the summands' magnitudes."""
+        """Scores in float64, and the sums of the summands' magnitudes."""
         entry = torch.arange(int(self.visible[token]))
         rows = self.page_table[int(self.request[token])][entry // PAGE].long() * PAGE + entry % PAGE
         key, q = self.keys.gather(rows).double(), self.q[token].double()
@@ -113,7 +113,7 @@ MIXED = Case.of((300, 40, 129), [(0, 300), (0, 64), (1, 17), (2, 129), (0, 65), 
 
 
 def inexact() -> Case:
-    """Queries of all of bf16's bits, and keys of which blocks have scales that lie 2^12 apart."""
+    """Queries with all of bf16's bits, and keys with blocks whose scales differ by 2^12."""
     case = Case.of((300, 200), [(0, 300), (1, 200), (0, 299)])
     generator = torch.Generator().manual_seed(8)
     apart = torch.tensor([1.0, 2.0**12, 2.0**-12, 1.0]).repeat_interleave(32)
@@ -123,7 +123,7 @@ def inexact() -> Case:
 
 
 def chosen(scores: Tensor, visible: int, top_k: int, pages: Tensor) -> Tensor:
-    """The definition's choice of given scores: of equals the lower entry, in rising order."""
+    """The definition's choice by given scores: of equal scores the lower entry, in rising order."""
     entry = torch.arange(visible)
     if visible > top_k:
         entry = torch.sort(scores[:visible], descending=True, stable=True).indices[:top_k].sort().values
@@ -192,7 +192,7 @@ def test_keys_beyond_32_bits(name: str) -> None:
 
 
 def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than a CTA has, of requests that change within it; runs of pages of which some have nothing to do."""
+    """More tokens than a CTA has, of requests that change within a CTA; some runs of pages have no visible entry."""
     from dsv4_kernels.indexer import prefill_scores
 
     case = Case.of(
@@ -209,7 +209,8 @@ def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_has_one_score_in_every_forward() -> None:
-    """Of decode's kernel and a prefill's, whose instructions are two, also where partial sums are not exact."""
+    """Decode's and prefill's kernels give the same scores with different instructions, also where partial sums are
+    rounded."""
     case = inexact()
     rows, (scores,) = case.run("sm90", 64)
     again, (its_scores,) = case.run("sm90, prefill", 64)
@@ -251,7 +252,7 @@ PLANTED = {
 
 
 def choose(given: Tensor, visible: int, top_k: int, pages: Tensor, schedule: str = "late") -> Tensor:
-    """The kernel's choice of given scores."""
+    """The kernel's choice by given scores."""
     import cuda.bindings.driver as cuda
     from cutlass import Int32, Int64
 
@@ -276,11 +277,11 @@ def test_choice_of_given_scores(name: str, top_k: int) -> None:
 @pytest.mark.parametrize("schedule", (*SCHEDULES, "random_warps"))
 @pytest.mark.parametrize("visible", [2047, 2048, 2049, 5003])
 def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: str) -> None:
-    """2,048 a round: what earlier rounds chose is counted, among equals too."""
+    """2,048 entries a round: choices of earlier rounds are counted, also among equal scores."""
     pages = torch.randperm(80, generator=torch.Generator().manual_seed(1)).int()
     given = torch.full((5056,), torch.nan)
     given[:visible] = torch.arange(visible).remainder(3)
-    for top_k in (512, 3 * visible // 5):  # the latter has the last of its equals in the last round
+    for top_k in (512, 3 * visible // 5):  # with the latter, the last equal score is in the last round
         assert torch.equal(choose(given, visible, top_k, pages, schedule), chosen(given, visible, top_k, pages))
 
 
@@ -288,7 +289,7 @@ def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: s
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize(("name", "launched"), [("index_prefill_scores", 0), ("index_topk", 1)])
 def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
-    """Of more entries than a CTA chooses among at once."""
+    """With more entries than a CTA processes at once."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.indexer import gpu
@@ -305,7 +306,7 @@ def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
 @pytest.mark.parametrize("quantise", [True, False])
 @pytest.mark.parametrize("name", KERNELS)
 def test_queries(name: str, quantise: bool) -> None:
-    """But for what an ulp of the rotation's fp32 decides: another bf16, and with it another code."""
+    """Equal except where an ulp of the rotation's fp32 gives another bf16, and with it another code."""
     from dsv4_kernels.indexer import query
 
     wide = torch.randn(5, 9, 128, generator=torch.Generator().manual_seed(3)).to(BF16)
@@ -377,7 +378,7 @@ def test_what_the_kernels_have_no_code_for_is_refused(change: object, message: s
 
 
 def on_a_gpu(case: Case, top_k: int, prefill: bool) -> Tensor:
-    """Rows."""
+    """The rows that the kernel on this GPU chooses."""
     case = replace(
         case,
         keys=replace(case.keys, storage=case.keys.storage.cuda()),
@@ -411,7 +412,7 @@ def test_a_gpu_has_one_score_in_every_forward(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("top_k", [64, 512])
 def test_on_a_gpu(top_k: int, prefill: bool) -> None:
-    """What the definition would choose by exact scores, but for those that rounding may bring over the edge."""
+    """The definition's choice by float64 scores, except for entries that rounding may move across the threshold."""
     lengths = (9000, 40, 700, 4100)
     tokens = [(b, n) for b in range(4) for n in (lengths[b], lengths[b] // 2, lengths[b] // 3)]
     case = Case.of(lengths, tokens)

@@ -1,8 +1,8 @@
 """The grouped product with an FP8 weight on Hopper, emulated: the bits of RoPE, product and quantiser.
 
-Regimes: tokens around every tile and beyond the largest; 1, 2 and 8 groups; K of one stage a segment, and of more than
-there are stages; each of turning and quantising left out; operands and results with gaps, NaN in them, rows and groups
-far apart; all codes, and scales at the ends of bf16.
+Regimes: tokens around every tile and beyond the largest; 1, 2 and 8 output groups; K of one stage a segment, and of
+more stages than the ring has; rotation and quantisation each left out; operands and results with gaps, filled with NaN,
+rows and groups far apart; all codes, and scales at the ends of bf16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEDULES = ("late", "random", "random_warps")
 
 
 def weight(groups: int, rows: int, channels: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Codes and scales with gaps: of every block of 128 x 128 another scale, within 2^10 of each other."""
+    """Codes and scales with gaps: a different scale for every block of 128 x 128, within 2^10 of each other."""
     generator = torch.Generator().manual_seed(seed)
     shape = groups, rows // 128, channels // 128
     exponents = torch.randperm(shape[0] * shape[1] * shape[2], generator=generator).view(shape) % 11 - 12
@@ -53,7 +53,7 @@ def plain(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def tokens_of(tokens: int, groups: int, channels: int, seed: int = 0) -> tuple[Tensor, HeadRotation]:
-    """x with gaps, at positions of which no two are the same."""
+    """x with gaps, at positions that are all different."""
     x = torch.randn(tokens, groups, channels, generator=torch.Generator().manual_seed(seed)).bfloat16()
     positions = torch.arange(tokens) * 7919 % 1_000_000 + 3
     return strided(x, 1, 1, 40), HeadRotation(positions, rope_frequencies(64, 10000.0, None), 512)
@@ -72,7 +72,7 @@ def product(
     tile: int | None = None,
     **options: object,
 ) -> tuple[Tensor, ...]:
-    """By the kernel, into tensors with gaps that must stay as they are: bf16, or codes and scales."""
+    """The kernel's result, in tensors with gaps that must not be written: bf16, or codes and scales."""
     from dsv4_kernels.linear import fp8_weight_gpu
 
     shape = x.shape[0], *codes.shape[:2]
@@ -89,7 +89,7 @@ def product(
 
 
 class Gapped:
-    """A tensor for a result, in a larger one."""
+    """A tensor for a result, inside a larger one."""
 
     def __init__(self, shape: tuple[int, ...], gaps: tuple[int, ...], dtype: torch.dtype) -> None:
         self.slices = tuple(slice(n) for n in shape)
@@ -104,8 +104,9 @@ class Gapped:
 
 
 def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, rotation: HeadRotation | None, quantises: bool) -> tuple:
-    """The same by three kernels with a bf16 weight: RoPE in place, the batch-invariant product, the quantiser. In the
-    emulator the order within an instruction counts, so the product gets the channels as the kernel has them there."""
+    """The result of three kernels with a bf16 weight: RoPE in place, the batch-invariant product, the quantiser. In the
+    emulator the order within an instruction matters, so the product gets the channels in the FP8-weight kernel's order.
+    """
     from dsv4_kernels.linear import gpu
     from dsv4_kernels.quant import gpu as quantiser
     from dsv4_kernels.rope import gpu as rope
@@ -119,7 +120,7 @@ def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, rotation: HeadRotation |
 
 
 def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Bits, in whatever layout."""
+    """Whether the bits are equal, in any layout."""
     pairs = zip(got, expected, strict=True)
     return all(same_bits(a.reshape(len(a), -1).contiguous(), b.reshape(len(b), -1).contiguous()) for a, b in pairs)
 
@@ -129,7 +130,7 @@ MOST_TOKENS = 130
 
 @functools.cache
 def case(groups: int, rows: int, channels: int, rotates: bool, quantises: bool) -> tuple:
-    """Arguments for MOST_TOKENS tokens, and what they give one by one."""
+    """Arguments for MOST_TOKENS tokens, and their results one by one."""
     x, rotation = tokens_of(MOST_TOKENS, groups, channels)
     arguments = x, *weight(groups, rows, channels), rotation if rotates else None, quantises
     return arguments, one_by_one(*arguments)
@@ -150,7 +151,7 @@ SHAPES = {"one": (1, 256, 1024), "two": (2, 128, 512), "eight": (8, 128, 512)}
     *itertools.product(["eight"], [1, 16]),
 ])  # fmt: skip
 def test_it_has_the_bits_of_three_kernels(shape: str, tokens: int) -> None:
-    """By the tile that is chosen. The first tokens of many, so a token's bits do not depend on their number either."""
+    """With the chosen tile, for the first tokens of many: a token's bits do not depend on their number either."""
     arguments, expected = case(*SHAPES[shape], True, True)
     schedule = SCHEDULES[tokens % 3]
     assert same(product(*first(tokens, arguments), schedule=schedule, seed=tokens), [e[:tokens] for e in expected])
@@ -167,7 +168,7 @@ def test_each_part_may_be_left_out(rotates: bool, quantises: bool) -> None:
 @CUTLASS
 @pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
 def test_a_token_has_its_bits_in_every_tile_and_batch(tile: int) -> None:
-    """K of more steps than a tile has stages; alone, elsewhere, beside infinities and NaN."""
+    """K of more steps than a tile has stages; a token alone, at other indices, in batches with infinities and NaN."""
     x, rotation = tokens_of(21, 1, 4096, seed=3)
     operands = weight(1, 128, 4096, seed=4)
     expected = deep()
@@ -188,7 +189,8 @@ def deep() -> tuple:
 @CUTLASS
 @pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
 def test_the_order_of_summation_is_the_product_s(tile: int) -> None:
-    """Sums that are 0 if exact, of terms that differ by 2^20: what is left is rounding, and that order's alone."""
+    """Sums that are 0 in exact arithmetic, of terms that differ by 2^20: the result is rounding error of this order
+    only."""
     generator = torch.Generator().manual_seed(13)
     half = 1024
     x = torch.randn(9, 1, half, generator=generator) * torch.exp2(torch.randint(-10, 11, (half,), generator=generator))
@@ -222,7 +224,7 @@ def test_it_may_begin_early() -> None:
 
 @CUTLASS
 def test_it_is_the_definition_s_product() -> None:
-    """Within the bound of an fp32 dot product in any order, and a rounding; the reference too."""
+    """Within the bound of an fp32 dot product in any order plus a rounding, as is the reference."""
     x, rotation = tokens_of(9, 2, 1024, seed=5)
     codes, scale = weight(2, 256, 1024, seed=6)
     turned = x.clone()
@@ -239,7 +241,7 @@ def test_it_is_the_definition_s_product() -> None:
 
 @CUTLASS
 def test_every_code_is_exact_under_every_scale() -> None:
-    """Tokens of one 1 give the weight: of all codes but NaN, with scales up to the largest whose weights are finite."""
+    """One-hot tokens return the weight: all codes but NaN, with scales up to the largest that gives finite weights."""
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8).repeat(800)
     channels = 512
     codes = codes[: 3 * 128 * channels].view(3, 128, channels)
@@ -255,7 +257,7 @@ def test_every_code_is_exact_under_every_scale() -> None:
     assert set((at // 128).flatten().tolist()) == {0, 1, 2, 3}
 
 
-# ---- where things lie
+# ---- layouts and addresses
 
 
 def far(x: Tensor) -> Tensor:
@@ -268,7 +270,7 @@ FAR = ("x_tokens", "x_groups", "code_rows", "code_groups", "scale_rows", "scale_
 @CUTLASS
 @pytest.mark.parametrize("what", FAR)
 def test_operands_beyond_32_bits(what: str) -> None:
-    """Of tokens in several tiles; of rows of the weight 31 times their stride, too: a thread's first one."""
+    """Tokens in several tiles; rows of the weight also at 31 times their stride: a thread's first row."""
     groups, rows = (4, 128) if what.endswith("groups") else (1, 512 if what == "scale_rows" else 256)
     x, rotation = tokens_of(17, groups, 512, seed=7)
     codes, scale = weight(groups, rows, 512, seed=8)
@@ -319,7 +321,7 @@ def test_results_beyond_32_bits(what: str) -> None:
 
 @CUTLASS
 def test_the_op_is_the_kernel() -> None:
-    """Scales' columns lie as the next product wants them; of no tokens there is nothing to launch."""
+    """Columns of scales lie as the next product reads them; without tokens nothing is launched."""
     from dsv4_kernels.linear import fp8_weight_gpu
 
     arguments, expected = case(2, 128, 512, True, True)
@@ -333,7 +335,7 @@ def test_the_op_is_the_kernel() -> None:
 
 
 def test_the_reference_is_made_of_the_other_ops() -> None:
-    """On a CPU, any sizes: a half block of rows and of channels, heads of 16."""
+    """On a CPU, any sizes: half a block of rows and of channels, heads of 16."""
     generator = torch.Generator().manual_seed(0)
     pairs = [quantise_fp8_weight(torch.randn(192, 160, generator=generator)) for _ in range(3)]
     codes, scale = torch.stack([p[0] for p in pairs]), torch.stack([p[1].float() for p in pairs])
@@ -416,7 +418,8 @@ def test_hopper_gets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @CUTLASS
 def test_registers_and_shared_memory() -> None:
-    """Two CTAs of any tile share a multiprocessor: 228 KiB, of which each CTA takes one more, and 65,536 registers."""
+    """Two CTAs of any tile share a multiprocessor: 228 KiB, each CTA takes 1 KiB more than its own, and 65,536
+    registers."""
     from ptx_emulator import emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
@@ -435,7 +438,7 @@ def test_registers_and_shared_memory() -> None:
 
 @CUTLASS
 def test_shared_memory_is_read_without_conflicts() -> None:
-    """Over a whole K, and of the sums; but for the turns."""
+    """Over a whole K, and the sums; except the turns."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
@@ -453,7 +456,7 @@ def test_shared_memory_is_read_without_conflicts() -> None:
 @CUTLASS
 @pytest.mark.parametrize("tile", [1, 3], ids=["16", "64"])
 def test_deleted_synchronisation_is_noticed(tile: int) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu

@@ -1,6 +1,6 @@
-"""Products: the tiled implementation against float64, against the definition, and the proof of its tile heights.
+"""Products: the tiled implementation against float64 and against the definition, and the proof of its tile heights.
 
-That a row's bits do not depend on the other rows is tested for all ops together in test_batch_invariance.py.
+test_batch_invariance.py tests for all ops that a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_tile_heights(rows: int, heights: list[int]) -> None:
 def test_a_height_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A BLAS whose 32-row kernel is off by an ulp: the shape is served in tiles of 8, and the log says so once."""
+    """A BLAS whose 32-row kernel is off by an ulp: the shape is computed in tiles of 8, and the log says so once."""
     genuine = tiled._product
 
     def off_by_an_ulp_at_32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

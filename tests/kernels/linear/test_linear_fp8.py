@@ -1,9 +1,9 @@
-"""The FP8 product of few tokens on Hopper, emulated: against float64 and against its own order written down; the same
-bits for a token at every number of tokens, place and plan; Hopper's own products and DeepGEMM's on a GPU.
+"""The FP8 product of few tokens on Hopper, emulated: against float64 and against its own summation order; a token has
+the same bits for every number of tokens, index and plan; Hopper's own products and DeepGEMM's on a GPU.
 
-Regimes: every width of a plan and one token beside it; weights of less than a tile and of a tile more than a cluster;
-K of one block, of fewer than a stage, of more stages than there are; more tiles than CTAs; scales of all blocks and
-tokens different; tensors with gaps, NaN in them; rows far apart.
+Regimes: every width of a plan and one token more; weights smaller than a tile and a tile larger than a cluster; K of
+one block, of less than a stage, of more stages than the ring has; more tiles than CTAs; different scales for all blocks
+and tokens; tensors with gaps, filled with NaN; rows far apart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def operands(tokens: int, rows: int, channels: int, seed: int = 0) -> Operands:
-    """Codes of all sizes, and no two neighbouring scales alike."""
+    """Codes of all sizes; no two neighbouring scales are equal."""
     generator = torch.Generator().manual_seed(seed)
     blocks = -(-channels // 128)
 
@@ -49,14 +49,15 @@ def operands(tokens: int, rows: int, channels: int, seed: int = 0) -> Operands:
 
 
 def with_gaps(o: Operands) -> Operands:
-    """Rows of codes at multiples of 16 bytes; scales of tokens as `fp8_quantise` makes them, and further apart."""
+    """Rows of codes at multiples of 16 bytes; scales of tokens laid out as by `fp8_quantise`, and with larger
+    strides."""
     codes, scales, weight, weight_scale = o
     by_column = strided(scales.T.contiguous(), 1, 3).T
     return strided(codes, 1, 32), by_column, strided(weight, 2, 48), strided(weight_scale, 1, 5)
 
 
 def plan_of(rows: int, tokens: int, **changes: int) -> Any:
-    """What a call gets whose tile has so many rows, but for what is given."""
+    """The chosen plan for a tile of `rows` rows, with some fields changed."""
     from dataclasses import replace
 
     from dsv4_kernels.linear.fp8_plan import TOKENS, planned
@@ -71,14 +72,14 @@ def cutlass(compiled_here: None) -> None:
 
 @pytest.fixture(autouse=True)
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results hold NaN before."""
+    """Memory for results is filled with NaN."""
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def product(
     o: Operands, plan: Any = None, multiprocessors: int = 132, in_place: tuple[Tensor, ...] = (), **options: Any
 ) -> tuple[Tensor, Any]:
-    """The kernel's result, with all checks of the emulator on, and the emulated device. Weights are constant."""
+    """The kernel's result, with all checks of the emulator on, and the emulated device. Weights are constant memory."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8
@@ -107,14 +108,14 @@ def assert_products(got: Tensor, o: Operands) -> None:
 
 
 def test_the_definition_is_the_formula() -> None:
-    """K and N that end inside a block, too."""
+    """Also with K and N that end inside a block."""
     for sizes in ((3, 130, 200), (1, 128, 128), (2, 8, 640)):
         o = operands(*sizes)
         assert_products(linear_fp8(*o), o)
         assert same_bits(linear_fp8(*with_gaps(o)), linear_fp8(*o))
 
 
-# Plan's rows, tokens, N, K, CTAs that are resident, changes of the plan.
+# Rows of the plan, tokens, N, K, resident CTAs, changes of the plan.
 CASES = {
     "t1": (16, 1, 40, 384, 132, {}),
     "t2-one-block": (64, 2, 136, 128, 132, {}),
@@ -136,7 +137,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_multiplies(case: tuple) -> None:
-    """Of operands with gaps. What beside them is NaN must not come in, and nothing of the result is left out."""
+    """Operands with gaps. NaN in the gaps must not enter the result, and no part of the result is missing."""
     rows, tokens, width, channels, multiprocessors, changes = case
     o = operands(tokens, width, channels)
     plan = plan_of(rows, tokens, **changes)
@@ -154,13 +155,14 @@ def test_it_may_begin_early() -> None:
 
 
 def test_a_tile_of_nobody_s_is_not_looked_up() -> None:
-    """Two of a cluster's four CTAs have no rows, nor scales: behind those of this weight nothing lies."""
+    """Two of a cluster's four CTAs have no rows and no scales: the memory after this weight's scales is not
+    allocated."""
     o = operands(20, 128, 256)
     assert_products(product(o, plan_of(64, 20, cluster=4))[0], o)
 
 
 def in_order(o: Operands, blocks: list[int], fused: bool = True) -> Tensor:
-    """Each block's product, exact; then one multiply-add for each of them, in this order."""
+    """Each block's product without rounding; then one fused multiply-add per block, in the order of K."""
     codes, scales, weight, weight_scale = o
     of_rows = weight_scale.repeat_interleave(128, 0)[: len(weight)]
     total = torch.zeros(len(codes), len(weight))
@@ -176,7 +178,7 @@ def in_order(o: Operands, blocks: list[int], fused: bool = True) -> Tensor:
 
 
 def rounded(x: Fraction) -> float:
-    """To fp32, a tie to even."""
+    """x rounded to fp32, ties to even."""
     if x == 0:
         return 0.0
     exponent = max(abs(x).numerator.bit_length() - abs(x).denominator.bit_length() - 24, -149)
@@ -187,8 +189,8 @@ def rounded(x: Fraction) -> float:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_blocks_are_added_in_order_by_fused_multiply_adds(rows: int) -> None:
-    """Codes whose products fp32 sums without an error, so that only what happens to blocks shows; and it does show:
-    the last block takes away the first one, which is so large that little is left of those between."""
+    """Codes whose products fp32 sums without an error, so that only the sums of blocks round. The order matters: the
+    last block cancels the first, which is so large that little is left of the blocks between."""
     generator = torch.Generator().manual_seed(3)
     codes, scales, weight, weight_scale = operands(3, 24, 1152)
     codes, weight = (torch.randint(-15, 16, x.shape, generator=generator).float() for x in (codes, weight))
@@ -205,7 +207,8 @@ def test_blocks_are_added_in_order_by_fused_multiply_adds(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_a_token_has_its_bits_at_every_number_of_tokens(rows: int) -> None:
-    """Alone, first or last, in every plan, beside tokens of NaN and infinite scales: what it has in a batch of 64."""
+    """Alone, first or last, in every plan, in batches with tokens of NaN and infinite scales: the bits of a batch of
+    64."""
     codes, scales, weight, weight_scale = operands(64, 72, 640, seed=1)
     whole, _ = product((codes, scales, weight, weight_scale), plan_of(rows, 64))
     for order in ([5], [63, 0], list(range(7)), list(range(20, 28)), list(range(40, 57)), list(range(63, 30, -1))):
@@ -235,7 +238,7 @@ def test_a_token_has_its_bits_under_every_plan_and_schedule() -> None:
 
 
 def test_rows_beyond_32_bits() -> None:
-    """Of codes, of both scales' rows, of the weight: neither bytes nor elements can be counted in 32 bits."""
+    """Rows of codes, of both scales and of the weight at distances whose bytes and elements exceed 32 bits."""
     o = operands(4, 640, 256, seed=4)
     expected, _ = product(o, plan_of(64, 4))
     codes, scales, weight, weight_scale = o
@@ -253,7 +256,7 @@ def test_rows_beyond_32_bits() -> None:
 
 
 def test_zeros_and_numbers_at_the_ends() -> None:
-    """No token, tokens of zeros, scales whose product is subnormal, sums beyond bf16."""
+    """No token, tokens of zeros, scales whose product is subnormal, sums beyond bf16's range."""
     codes, scales, weight, weight_scale = operands(4, 24, 256, seed=5)
     from dsv4_kernels.linear import fp8
 
@@ -267,7 +270,7 @@ def test_zeros_and_numbers_at_the_ends() -> None:
     assert_products(out[2:], (codes[2:], scales[2:], weight, weight_scale))
     scales[1] = 1.0
     small, of_one = out[1].double(), product(o)[0][1].double() * 2.0**-126
-    assert ((small - of_one).abs() <= 2.0**-7 * of_one.abs() + 2.0**-134).all() and small.any()  # bf16's steps there
+    assert ((small - of_one).abs() <= 2.0**-7 * of_one.abs() + 2.0**-134).all() and small.any()  # bf16's spacing there
     weight_scale[:] = 16.0
     assert product(o)[0][2].isinf().any()
 
@@ -276,7 +279,8 @@ def test_zeros_and_numbers_at_the_ends() -> None:
 
 
 def test_weights_are_read_ahead_and_nothing_else() -> None:
-    """A launch that begins early has the same bits. It reads before its wait: the emulator wants constants there."""
+    """A launch that begins early has the same bits. It reads weights before its wait: the emulator demands constant
+    memory."""
     from ptx_emulator import EmulationError, emulated
 
     from dsv4_kernels.linear import fp8
@@ -294,7 +298,7 @@ def test_weights_are_read_ahead_and_nothing_else() -> None:
                     fp8.sm90(*o, plan=plan_of(rows, tokens))
 
 
-# ---- what is refused, and what is chosen
+# ---- refused arguments, and the choice of a plan
 
 
 @pytest.mark.parametrize(
@@ -353,7 +357,7 @@ def test_plans_that_are_not_made() -> None:
 
 
 def test_narrow_weights_have_narrow_tiles() -> None:
-    """On 132 multiprocessors; most of them have a tile, and what is compiled ahead is what calls get."""
+    """On 132 multiprocessors most have a tile, and the kernels compiled ahead are those that calls get."""
     from dsv4_kernels.linear import fp8
     from dsv4_kernels.linear.fp8_plan import TOKENS, chosen, tile_rows
 
@@ -396,7 +400,7 @@ def test_it_is_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", ["alone", "cluster"])
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     changes = {"alone": {"stages": 2}, "cluster": {"stages": 2, "cluster": 2}}[name]
     tokens = {"alone": 5, "cluster": 16}[name]
     _, device = product(operands(tokens, 136, 640), plan_of(32, tokens, **changes), multiprocessors=2, record=True)
@@ -426,14 +430,14 @@ def hopper() -> Iterator[torch.device]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_hopper_gpu_multiplies(hopper: torch.device, layer: str) -> None:
-    """Flash's layers: right, and a token's bits those that it has alone, in every plan."""
+    """Flash's layers: right results, and a token's bits are those that it has alone, in every plan."""
     rows, channels = LAYERS[layer]
     codes, scales, weight, weight_scale = (x.to(hopper) for x in operands(128, rows, channels))
     whole = linear_fp8(codes, scales, weight, weight_scale, impl="sm90")
     checked = slice(0, min(rows, 4096))
     blocks = -(-checked.stop // 128)
     some = codes.cpu(), scales.cpu(), weight[checked].cpu(), weight_scale[:blocks].cpu()
-    # The tensor cores of Hopper keep fewer bits within an instruction than fp32 has: DeepGEMM's error is ours.
+    # The tensor cores of Hopper keep fewer bits within an instruction than fp32 has: DeepGEMM has the same error.
     exact = exact_product(some)
     assert (whole[:, checked].cpu().double() - exact).norm() <= 2.0**-8 * exact.norm()
     for tokens in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127):
@@ -453,9 +457,9 @@ def exact_product(o: Operands) -> Tensor:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_its_bits_are_deepgemm_s(hopper: torch.device, layer: str) -> None:
     """The same instructions in the same order: tokens on the left, 32 channels each, a block in one accumulator, then
-    `fma` with the product of both scales. What differs is the width of the right operand, which its plans vary, too,
-    and that tokens come from registers."""
-    import deep_gemm  # SGLang brings it on a GPU host
+    `fma` with the product of both scales. The width of the right operand differs, as it does among DeepGEMM's own
+    plans, and here tokens come from registers."""
+    import deep_gemm  # installed with SGLang on a GPU host
 
     rows, channels = LAYERS[layer]
     for tokens in (1, 4, 7, 16, 33, 64):
@@ -468,7 +472,8 @@ def test_its_bits_are_deepgemm_s(hopper: torch.device, layer: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64])
 def test_graphs_on_a_hopper_gpu(hopper: torch.device, tokens: int) -> None:
-    """A product whose input the one before makes: in turns and early, replayed with other inputs, the same bits."""
+    """A product whose input the kernel before computes: late and early launches, replayed with other inputs, have the
+    same bits."""
     from dsv4_kernels.quant import fp8_quantise
 
     first = [x.to(hopper) for x in operands(tokens, 4096, 1024, seed=7)]
@@ -492,6 +497,6 @@ def test_graphs_on_a_hopper_gpu(hopper: torch.device, tokens: int) -> None:
     first[0].copy_(operands(tokens, 8, 1024, seed=9)[0])
     with dependent_launch.switched(False):
         expected = chain()
-    for _ in range(20):  # what reads before it waits is wrong now and then
+    for _ in range(20):  # a kernel that reads before it waits is wrong only sometimes
         graph.replay()
         assert all(same_bits(out, expected) for out in outs)

@@ -1,7 +1,8 @@
 """The batch-invariant products, emulated: against float64, and the same bits from every tile, in every batch.
 
 Regimes: K of one chunk and less, with segments of unequal length and of none, and ends inside a chunk; one row and
-token too many for a tile, and one too few; groups; operands and results with gaps, NaN in them; rows far apart.
+token too many for a tile, and one too few; output groups; operands and results with gaps, filled with NaN; rows far
+apart.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 
 def tile_named(name: str | None) -> object:
-    """Of `TILES`; None for None."""
+    """The tile with this name in `TILES`; None for None."""
     from dsv4_kernels.linear import gpu
 
     if name is None:
@@ -60,7 +61,7 @@ def tile_named(name: str | None) -> object:
 def product(
     kernel: str, x: Tensor, weight: Tensor, tile: str | None, dtype: torch.dtype = torch.float32, **options: object
 ) -> Tensor:
-    """`x [T, G, K]` times `weight [G, N, K]` by the kernel, into a tensor with gaps that must stay as they are."""
+    """`x [T, G, K]` times `weight [G, N, K]` by the kernel, in a tensor with gaps that must not be written."""
     from dsv4_kernels.linear import gpu
 
     shape = (x.shape[0], *weight.shape[:2])
@@ -83,8 +84,8 @@ def assert_products(got: Tensor, x: Tensor, weight: Tensor) -> None:
 @EACH_TILE
 @pytest.mark.parametrize("channels", [8, 64, 264, 520], ids="K{}".format)
 def test_it_multiplies(kernel: str, tile: str, channels: int) -> None:
-    """Two groups, 65 rows and 17 tokens: one beyond a tile; of `wgmma`, which writes pairs, 66 and a token beyond. What
-    lies between rows is NaN, as are missing channels."""
+    """Two output groups, 65 rows and 17 tokens: one beyond a tile; for `wgmma`, which writes pairs, 66 rows and a token
+    beyond. Gaps between rows and missing channels are NaN."""
     rows, tokens = (66, tile_named(tile).tokens + 1) if "wgmma" in tile else (65, 17)
     x = strided(normal(tokens, 2, channels, seed=0), 1, 1, 8)
     weight = strided(normal(2, rows, channels, seed=1), 1, 3, 16)
@@ -94,12 +95,12 @@ def test_it_multiplies(kernel: str, tile: str, channels: int) -> None:
 
 @pytest.mark.parametrize("channels", [24, 192, 584], ids="K{}".format)
 def test_every_tile_gives_the_same_bits(kernel: str, channels: int) -> None:
-    """Sums that cancel: any other order shows in the last bits of most of them."""
+    """Sums that cancel: another order would change the last bits of most of them."""
     x, weight = normal(19, 1, channels, seed=2), normal(1, 70, channels, seed=3)
     x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
     bits = [product(kernel, x, weight, tile) for its, tile in TILES if its == kernel]
     assert len(bits) >= 4 and all(same_bits(bits[0], other) for other in bits[1:])
-    other_order = (x[..., ::8].float() @ weight[0, :, ::8].float().T) + 0  # a sum that is not the kernel's
+    other_order = (x[..., ::8].float() @ weight[0, :, ::8].float().T) + 0  # another order than the kernel's
     assert not same_bits(bits[0][:, 0], other_order[:, 0])
 
 
@@ -111,7 +112,7 @@ def test_an_instruction_sums_16_consecutive_channels(kernel: str, tile: str) -> 
 
 @pytest.mark.parametrize("channels", [24, 192, 584], ids="K{}".format)
 def test_channels_are_summed_in_order(kernel: str, channels: int) -> None:
-    """Also with an end within an instruction, segments of unequal length and of none."""
+    """Also with an end inside an instruction, segments of unequal length and of none."""
     x, weight = normal(5, 2, channels, seed=14), normal(2, 17, channels, seed=15)
     x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
     expected = in_order(x, weight)
@@ -138,7 +139,8 @@ def test_shared_memory_is_read_without_conflicts(kernel: str, tile: str) -> None
     indirect=["kernel"],
 )
 def test_a_token_has_its_bits_in_any_batch(kernel: str, tile: str | None) -> None:
-    """Alone, first or last, beside infinities and NaN, in a batch beyond a tile: its row of 18 is what it was."""
+    """Alone, first or last, in batches with infinities and NaN and larger than a tile: the bits that it has in a batch
+    of 18."""
     x, weight = normal(18, 2, 328, seed=4), normal(2, 34, 328, seed=5)
     whole = product(kernel, x, weight, "16x16")
     for order in ([7], [17, 3], [16, 0, 5, 2, 9]):
@@ -149,7 +151,7 @@ def test_a_token_has_its_bits_in_any_batch(kernel: str, tile: str | None) -> Non
 
 
 def test_rows_beyond_32_bits(kernel: str) -> None:
-    """Of tokens, of the weight, of the result: neither bytes nor elements can be counted in 32 bits."""
+    """Rows of tokens, of the weight and of the result at distances whose bytes and elements exceed 32 bits."""
     from dsv4_kernels.linear import gpu
 
     x, weight, out = normal(4, 1, 72, seed=6), normal(1, 4, 72, seed=7), torch.zeros(4, 1, 4)
@@ -172,7 +174,7 @@ def test_groups_beyond_32_bits(kernel: str) -> None:
 
 @pytest.mark.parametrize("tile", ["wgmma 64x32", "wgmma 128x192"])
 def test_a_cta_takes_several_tiles(tile: str, monkeypatch: pytest.MonkeyPatch, compiled_here: None) -> None:
-    """Of all groups, more than there are multiprocessors; stages are filled many times."""
+    """More tiles, of all output groups, than multiprocessors; stages are refilled many times."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 
@@ -184,7 +186,7 @@ def test_a_cta_takes_several_tiles(tile: str, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.parametrize("tile", ["wgmma 64x32", "wgmma 128x64"])
 def test_deleted_synchronisation_is_noticed(tile: str, monkeypatch: pytest.MonkeyPatch, compiled_here: None) -> None:
-    """Of the kernel by `wgmma`, with every wait, arrival and fence deleted in turn."""
+    """The `wgmma` kernel, with every wait, arrival and fence deleted in turn."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from ptx_emulator import Checks, emulated
 
@@ -205,7 +207,7 @@ def test_it_may_begin_early(kernel: str) -> None:
 
 
 def test_a_result_that_has_no_pairs(compiled_here: None) -> None:
-    """An odd number of rows gets a tile that writes one at a time; one that writes two refuses it."""
+    """An odd number of rows gets a tile that writes one row at a time; a tile that writes two refuses it."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 
@@ -216,7 +218,7 @@ def test_a_result_that_has_no_pairs(compiled_here: None) -> None:
 
 
 def test_the_op_is_the_kernel(kernel: str) -> None:
-    """Through the public functions, by name; the result is contiguous. Of no tokens there is nothing to launch."""
+    """The public functions, by name; the result is contiguous. Without tokens nothing is launched."""
     from dsv4_kernels.linear import gpu
 
     x, weight = normal(5, 3, 40, seed=10), normal(3, 9, 40, seed=11)
@@ -249,7 +251,8 @@ def test_what_is_refused(x: Tensor, weight: Tensor, message: str) -> None:
 
 @pytest.mark.parametrize(("rows", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (129_280, 1)], ids=str)
 def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
-    """Few rows: many small tiles. A large weight is not read for every 16 tokens again. Many tokens: the large one."""
+    """Few rows: many small tiles. Few tokens: a large weight is not read again for every 16 tokens. Many tokens: the
+    large tile."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 
@@ -305,7 +308,7 @@ def test_registers(kernel: str, tile: str) -> None:
 
 @pytest.mark.parametrize(("major", "default"), [(9, "sm90"), (10, "cublas"), (8, "cublas")])
 def test_who_multiplies(monkeypatch: pytest.MonkeyPatch, major: int, default: str) -> None:
-    """On Hopper these, which are as fast as cuBLAS; on Blackwell where batch invariance is required."""
+    """On Hopper these kernels, which are as fast as cuBLAS; on Blackwell only where batch invariance is required."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     cuda = torch.device("cuda", 0)
@@ -324,7 +327,7 @@ def test_who_multiplies(monkeypatch: pytest.MonkeyPatch, major: int, default: st
 
 @pytest.mark.gpu
 def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Callable[[str], str]) -> None:
-    """Nor do those of the product with an FP8 weight sum others."""
+    """So do the instructions of the product with an FP8 weight."""
     from dsv4_kernels.linear import fp8_weight_gpu, gpu
 
     name = kernel_on_gpu("rms_norm")

@@ -1,4 +1,4 @@
-"""A fixture of all tests of experts."""
+"""Compilation for all tests of the experts."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from dsv4_kernels.host import compile_cache
 
 @pytest.fixture(autouse=True)
 def compiled_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator needs the PTX that compiling gives; kernels compiled in one test serve the others."""
+    """Compiles instead of loading from disk, because the emulator needs the PTX; tests share compiled kernels."""
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")

@@ -2,7 +2,7 @@
 
 Regimes: one token and many; experts with none, with a few and with several tiles of slots; every width of a tile; K of
 one step and of more steps than there are stages; experts of other ranks; weights and activations whose scales differ
-from block to block by 2^8; clamped and zero gates. The work list is held against counting by hand.
+from block to block by 2^8; clamped and zero gates. The work list is compared with counts by hand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SLOW = {
 
 
 def launched(case: Case, **options: object) -> tuple[Tensor, Any]:
-    """The kernel's result, and the emulated device."""
+    """(result of the kernel, emulated device)."""
     from dsv4_kernels.moe.sm100 import launch
 
     x, weights, ids, packed = case.inputs()
@@ -58,7 +58,7 @@ def launched(case: Case, **options: object) -> tuple[Tensor, Any]:
 
 
 def assert_right(case: Case, **options: object) -> None:
-    """Both products against fp64 of the dequantised numbers, each from the same input as the kernel's."""
+    """Compares both products with fp64 of the dequantised numbers, each from the kernel's own input."""
     from dsv4_kernels.moe.sm100 import launch
 
     x, weights, ids, packed = case.inputs()
@@ -68,7 +68,7 @@ def assert_right(case: Case, **options: object) -> None:
         hidden, scales = launch.hidden_rows(x, packed.tiled(), listed, LIMIT, tokens)
         rows = launch.output_rows(hidden, scales, packed.tiled(), listed, tokens)
     assert not any(report.warnings for report in device.reports)
-    here = int(listed.tile_count[: int(listed.num_tiles)].sum())  # the others are not written
+    here = int(listed.tile_count[: int(listed.num_tiles)].sum())  # slots of other ranks are not written
     hidden, scales = hidden[:here], scales[:here]
     of_blocks = (scales & 0xFF).repeat_interleave(128, 1).sub(127).double().exp2()
     assert torch.equal(scales, (scales & 0xFF) * 0x01010101)
@@ -88,7 +88,7 @@ def assert_right(case: Case, **options: object) -> None:
         wanted = (weights[token, choice] * ref.swiglu(gate, up, LIMIT)).bfloat16()[None]
         codes, wanted_scales = moe.ref.fp8_quantise(wanted, 128, False)
         assert torch.equal(wanted_scales.log2().int() + 127, scales[slot : slot + 1] & 0xFF)
-        # A sum in another order may round to the next bf16, and so to the next code.
+        # A sum in another order may round to a neighbouring bf16, and so to a neighbouring code.
         steps = (ordered(codes[0]) - ordered(hidden[slot])).abs()
         assert steps.max() <= 1 and (steps > 0).double().mean() <= 0.01, (token, choice, steps.max())
         exact = w2 @ stored[slot]
@@ -97,7 +97,7 @@ def assert_right(case: Case, **options: object) -> None:
 
 
 def slot_of(listed: object, token: int, weight: Tensor) -> int:
-    """The slot of a pair, by what the work list says of it."""
+    """The slot of a pair, from the work list."""
     found = ((listed.source == token) & (listed.routing == weight)).nonzero()
     return int(found[0])
 
@@ -119,7 +119,7 @@ def test_both_products_are_right(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_sum_is_the_definition_s(name: str) -> None:
-    """To one rounding of bf16 a row, and a flipped code now and then."""
+    """The results agree up to one rounding to bf16 a row, and rare flips of an activation code."""
     case = (CASES | SLOW)[name]
     x, weights, ids, packed = case.inputs()
     expected = ref.mxfp4_experts_forward(x, weights, ids, packed, LIMIT, case.offset)
@@ -157,7 +157,7 @@ def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int)
 
 
 def test_a_token_s_bits_do_not_depend_on_its_batch() -> None:
-    """Alone in tiles of 16, among 40 tokens in tiles of 32, and on another number of multiprocessors."""
+    """A token has the same bits alone in tiles of 16, among 40 tokens in tiles of 32, and on other multiprocessors."""
     from dsv4_kernels.moe.sm100 import launch
 
     case = CASES["tiles-of-32"]
@@ -185,7 +185,7 @@ def test_zeros_and_clamps() -> None:
     assert out.isfinite().all() and (out - expected).norm() <= 2.0**-9 * expected.norm()
 
 
-# ---- the work list, and the arrangement of scales
+# ---- the work list, and the layout of scales
 
 
 LISTS = {
@@ -242,7 +242,7 @@ def test_scales_in_tiles_lie_where_the_tensor_core_looks() -> None:
     assert packed.tiled().tiled() is not packed and packed.in_rows() is packed
 
 
-# ---- what is refused, and how it is chosen
+# ---- errors, and the choice of the implementation
 
 
 def test_errors_say_what_is_expected() -> None:
@@ -276,7 +276,7 @@ def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No tensor is read back on the host."""
+    """The host reads no tensor back."""
 
     def refused(self: Tensor) -> None:
         raise AssertionError("a tensor is read back")
@@ -297,7 +297,7 @@ def test_the_work_list_is_made_without_the_host(nothing_waits: None) -> None:
 
 
 def test_no_configuration_spills() -> None:
-    """And the table of bounds is of this kernel."""
+    """The cubins' resources match the record, and the table of bounds belongs to this kernel."""
     from lib.experts_sm100_static import PLANS, RESULTS, resources_of
     from ptx_emulator import emulated
 
@@ -320,7 +320,7 @@ def test_forms_are_those_of_known_right_kernels() -> None:
     _, device = launched(CASES["few"], record=True)
     for recording in device.recordings:
         missing = set(uncovered(forms_of(recording), foreign_forms()))
-        # Known right are N of 64 to 192. The rest is arithmetic, which test_alu.py holds against NumPy.
+        # N of 64 to 192 is known to be right. The rest is arithmetic, which test_alu.py compares with NumPy.
         assert missing <= ARITHMETIC | {"tcgen05.mma kind::mxf8f6f4 cta_group::1 SS KK m128 n16 k32"}
 
 
@@ -328,20 +328,20 @@ def test_forms_are_those_of_known_right_kernels() -> None:
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     from ptx_emulator import Checks
 
     case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
     _, device = launched(case, checks=Checks.strict(), record=True)
     rates = delete_synchronisation(f"experts_sm100_{('gate_up', 'down')[product]}", device, product)
-    assert rates.pop("fence") == 2 / 3  # the proxy fence behind the last cp.async is not enforced
+    assert rates.pop("fence") == 2 / 3  # the proxy fence after the last cp.async is not enforced
     assert rates and set(rates.values()) == {1}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
 def test_a_blackwell_gpu_makes_the_sum(tokens: int) -> None:
-    """Flash's shapes with fewer experts; a token alone has the bits that it has in the batch; a graph repeats them."""
+    """Flash's shapes with fewer experts: a token has the same bits alone, in a batch and in a replayed graph."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
         pytest.skip("needs a Blackwell GPU of data centres (sm_100a)")
     case = Case(tokens, chosen=6, experts=16, d=4096, channels=2048)

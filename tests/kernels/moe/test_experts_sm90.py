@@ -2,8 +2,8 @@
 
 Regimes: one token and many; experts with none, with a few slots and with several work tiles; every width of a tile,
 full and not; K of one step and of more steps than there are stages; experts of other ranks; more work tiles than CTAs;
-scales of a row that differ by 2^11, and by more; clamped and zero gates. The arrangement of the weights is held against
-one that is written down number by number.
+scales of a row that differ by 2^11, and by more; clamped and zero gates. The layout of the weights is compared with an
+element-by-element definition.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
 
 
 def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
-    """The kernels' result, and the emulated device."""
+    """(result of the kernels, emulated device)."""
     from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
@@ -81,7 +81,7 @@ def shape_names() -> list[str]:
 
 
 def listed_widths(case: Case, shape: str = "paired") -> list[int]:
-    """Slots of the work tiles that a call lists, fillers included."""
+    """Slots of the work tiles of a call, padding included."""
     from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
@@ -95,7 +95,7 @@ def listed_widths(case: Case, shape: str = "paired") -> list[int]:
 
 
 def products_of(device: Any) -> list[Any]:
-    """The reports of both products."""
+    """The emulator's reports of both products."""
     return [device.reports[2], device.reports[4]]
 
 
@@ -103,14 +103,14 @@ PAIRED = {
     "pairs-beyond-the-stages": Case(41, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1),
     "pairs-between-singles": Case(48, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
 }
-"""Tiles of more than 32 slots, whose steps take two stages each, in front of and behind those whose steps take one."""
+"""Tiles of more than 32 slots, whose steps use two stages, before and after tiles whose steps use one."""
 WIDE_PAIRS = {
     "wide-pairs-beyond-the-stages": Case(
         170, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1
     ),
     "singles-between-wide-pairs": Case(169, chosen=2, experts=3, d=512, channels=256, multiprocessors=3),
 }
-"""The same of a prefill: of more than 112 slots."""
+"""The same for prefill: tiles of more than 112 slots."""
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ WIDE_PAIRS = {
     ],
 )
 def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
-    """To one rounding of bf16 a row, and a flipped code now and then."""
+    """The results agree up to one rounding to bf16 a row, and rare flips of an activation code."""
     from ptx_emulator import Checks
 
     case = (CASES | PAIRED | WIDE_PAIRS | SLOW)[name]
@@ -160,7 +160,7 @@ QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1)]
     [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in SCHEDULES],
 )
 def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
-    """Nor on which slot a pair gets, which is the schedule's choice."""
+    """The result depends neither on the schedule nor on the slot that a pair gets by it."""
     from ptx_emulator import Checks
 
     expected, _ = launched(CASES[name], schedule="eager")
@@ -170,7 +170,7 @@ def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int)
 
 @pytest.mark.parametrize("shape", shape_names())
 def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
-    """Alone, in tiles of every width that there is code for, in the other shapes, on another number of multiprocessors.
+    """A token has the same bits in tiles of every compiled width, in all shapes, and on other multiprocessors.
 
     One expert has all tokens, so that their number is the width of its tile.
     """
@@ -195,14 +195,14 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
 
 @functools.cache
 def of_many_tokens() -> Tensor:
-    """Both products of as many tokens of one expert as the widest tile has, in tiles of 32."""
+    """Both products of the widest tile's number of tokens of one expert, in tiles of 32."""
     most = shapes()["wide"].slots
     case = Case(most, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
     return launched(case, "narrow")[0]
 
 
 def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
-    """Beside tokens of other experts, at other places, in tiles that take one stage a step and two."""
+    """A token has the same bits among tokens of other experts, in tiles whose steps use one stage or two."""
     case = PAIRED["pairs-between-singles"]
     expected, _ = launched(case, "wide")
     assert same_bits(launched(case, "narrow")[0], expected) and same_bits(launched(case, "paired")[0], expected)
@@ -323,7 +323,7 @@ def test_sizes_follow_from_shapes() -> None:
     chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 2389, 2390, 8192)}
     names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
     assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
-    # What a call allocates, and says beforehand.
+    # The bytes that a call allocates, and `workspace_bytes`.
     allocated = 0
 
     def empty(*size: object, **options: Any) -> Tensor:
@@ -342,7 +342,7 @@ def test_sizes_follow_from_shapes() -> None:
         patch.setattr(torch, "empty", empty)
         out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
     said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
-    # Codes of h take the place of x's, which nobody reads any more.
+    # Codes of h reuse the memory of x's codes.
     assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
 
 
@@ -360,7 +360,7 @@ def test_the_estimate_counts_what_is_listed(shape: str) -> None:
 
 
 def test_the_estimate_is_near_what_was_measured() -> None:
-    """Of an H200 with all tokens at six experts; and pairs are worth having there."""
+    """Estimates for an H200 with all tokens at six experts are near the measured times; paired tiles pay there."""
     from lib import experts_sm90_static as static
     from lib.experts_inputs import MODELS
 
@@ -373,11 +373,11 @@ def test_the_estimate_is_near_what_was_measured() -> None:
         assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
 
 
-# ---- the arrangement of weights
+# ---- the layout of weights
 
 
 def decoded(matrix: arrangement.HopperMatrix, row: int, k: int) -> float:
-    """The weight in arranged row `row` and column `k` of expert 0, by the layout that weights.py describes."""
+    """The weight in row `row` of the layout and column `k` of expert 0, by the description in weights.py."""
     tile, unit, within = row // 128, row % 128 // 16, row % 16
     half, g = within // 8, within % 8
     step, group, channel = k // 128, k % 128 // 32, k % 32
@@ -416,7 +416,7 @@ def test_every_weight_lies_where_a_lane_looks(in_place: bool) -> None:
 
 
 def scales_apart(by: int) -> Mxfp4Experts:
-    """Two groups of row 3 of w2 lie `by` powers of two below the others of that row."""
+    """Two scale groups of row 3 of w2 are `by` powers of two below the others of that row."""
     packed = packed_experts(1, 256, 256)
     scale = torch.full_like(packed.w2_scale.view(torch.uint8), 130)
     scale[0, 3, 1:3] -= by
@@ -428,13 +428,13 @@ def test_scales_of_a_row_may_differ_by_2_to_the_11() -> None:
     found = packed.for_hopper().w2
     assert found.rounded == 0
     plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)
-    row = 8 + 1  # of the odd ones the second
+    row = 8 + 1  # the second of the odd rows
     assert [decoded(found, row, k) for k in range(256)] == plain[3].tolist()
 
 
 @pytest.mark.parametrize("by", [12, 13, 30])
 def test_what_lies_lower_is_rounded_and_counted(by: int) -> None:
-    """To the nearest multiple that e4m3 has beside the row's largest, ties to even."""
+    """Codes are rounded to nearest, ties to even, on the grid that the row's largest scale leaves."""
     packed = scales_apart(by)
     found = packed.for_hopper().w2
     plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)[3]
@@ -452,7 +452,7 @@ def test_what_lies_lower_is_rounded_and_counted(by: int) -> None:
 
 
 def moe_quantised(values: Tensor) -> tuple[Tensor, Tensor]:
-    """e2m1 of values that need no scale, rounded to the nearest even by arithmetic on its own grid."""
+    """e2m1 of values that need no scale, rounded to nearest, ties to even, by arithmetic on its grid."""
     step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
     rounded = (values / step).round() * step  # torch rounds ties to even
     grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -470,7 +470,7 @@ def test_a_group_of_zeros_has_no_say() -> None:
     assert found.rounded == 0 and found.factors.unique().numel() == 1
 
 
-# ---- what is refused, and how it is chosen
+# ---- errors, and the choice of the implementation
 
 
 def test_errors_say_what_is_expected() -> None:
@@ -495,7 +495,7 @@ def test_errors_say_what_is_expected() -> None:
 
 
 def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights must have been arranged for it, which the registry does not see."""
+    """The implementation refuses weights that are not arranged for it; the registry cannot see that."""
     from dsv4_kernels import registry
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -507,7 +507,7 @@ def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No tensor is read back on the host."""
+    """The host reads no tensor back."""
 
     def refused(self: Tensor) -> None:
         raise AssertionError("a tensor is read back")
@@ -532,7 +532,7 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 
 
 def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
-    """As many tiles as multiprocessors at least; never where a product has an odd number of steps."""
+    """At least as many tiles as multiprocessors; never if a product has an odd number of steps."""
     from dsv4_kernels.moe.sm90 import launch
 
     packed = arranged(2, 512, 256)  # four row tiles in both products
@@ -569,12 +569,12 @@ def test_no_configuration_spills(shape: str) -> None:
 @pytest.mark.parametrize("shape", ["narrow", "paired", "wide"])
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
 def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     from ptx_emulator import Checks
 
     case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
     pairs = {"paired": PAIRED["pairs-between-singles"], "wide": WIDE_PAIRS["singles-between-wide-pairs"]}
-    if shape in pairs:  # tiles whose steps take two stages, and such whose steps take one
+    if shape in pairs:  # tiles whose steps use two stages, and tiles whose steps use one
         case = replace(pairs[shape], d=1280, channels=1280)
         widths, room = listed_widths(case, shape), shapes()[shape].room
         assert max(widths) > room >= min(widths)
@@ -587,7 +587,7 @@ def test_deleted_synchronisation_is_noticed(product: int, shape: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
 def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
-    """Flash's shapes with fewer experts; a token alone has the bits that it has in the batch; a graph repeats them."""
+    """Flash's shapes with fewer experts: a token has the same bits alone, in a batch and in a replayed graph."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU (sm_90a)")
     case = Case(tokens, chosen=6, experts=16, d=4096, channels=2048)
@@ -610,7 +610,7 @@ def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
     for shape in shapes().values():
         assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape), out)
     with dependent_launch.switched(True):
-        for _ in range(20):  # what reads before it waits is wrong now and then
+        for _ in range(20):  # a read before its wait is only sometimes wrong
             assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT), out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
 """Blackwell's experts over NVFP4 weights and NVFP4 inputs (kind::mxf4nvf4), emulated, against their definition.
 
-The main loop, the work list and the roles are test_experts_sm100.py's; here are the other operands, the factors of an
-expert's matrices, and h's quantiser.
+test_experts_sm100.py tests the main loop, the work list and the roles; these tests cover the operands, the factors of
+an expert's matrices, and the quantiser of h.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_the_sum_is_the_definition_s(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["few", "k-longer-than-the-stages"])
 def test_both_products_are_right(name: str) -> None:
-    """Each from the kernel's own input: h's codes, and its rows to a rounding of bf16."""
+    """Codes of h, and output rows up to a rounding to bf16, each computed from the kernel's own input."""
     from dsv4_kernels.moe.sm100 import launch
 
     case = CASES[name]

@@ -46,7 +46,7 @@ def test_the_bias_selects_but_does_not_weigh() -> None:
 
 
 def test_of_equal_scores_the_lower_expert_wins() -> None:
-    """All 256 experts equal but for one: it comes first, then the lowest ids."""
+    """All 256 experts are equal except one: it comes first, then the lowest ids."""
     gate = torch.ones(256, 4)
     bias = torch.zeros(256)
     bias[7] = 1.0
@@ -103,7 +103,7 @@ def naive_expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weight: f
 
 @pytest.mark.parametrize("offset", [0, 2], ids=["all_experts", "second_rank"])
 def test_experts_in_fp32(offset: int) -> None:
-    """A limit that is often reached, a token whose experts all live elsewhere, a repeated expert."""
+    """A limit that often clamps, a token whose experts are all on other ranks, a repeated expert."""
     x, w13, w2 = normal(9, 16, seed=8), normal(6, 24, 16, seed=9), normal(6, 16, 12, seed=10)
     experts = torch.randint(0, 6, (9, 3), generator=torch.Generator().manual_seed(11))
     experts[0], experts[1] = torch.tensor([0, 1, 0]), torch.tensor([4, 4, 5])
@@ -122,7 +122,7 @@ def test_experts_in_fp32(offset: int) -> None:
 
 
 def test_bf16_and_fp8_steps_in_the_release_s_order() -> None:
-    """Round the input; w1, w3 to bf16; weight times swiglu in fp32; to bf16; round again; w2 to bf16; sum in fp32."""
+    """Roundings: input to FP8; w1, w3 to bf16; weight * swiglu in fp32, to bf16, to FP8; w2 to bf16; sum in fp32."""
     x = normal(5, 128, seed=16, dtype=torch.bfloat16)
     w13, w2 = normal(3, 256, 128, seed=17, dtype=torch.bfloat16), normal(3, 128, 128, seed=18, dtype=torch.bfloat16)
     experts = torch.tensor([[2, 0]] * 5)
@@ -133,8 +133,8 @@ def test_bf16_and_fp8_steps_in_the_release_s_order() -> None:
         h = (weight * swiglu(gate, up, 10.0)).bfloat16()
         expected += (fp8_qdq(h, 128).float() @ w2[e].float().T).bfloat16().float()
     got = experts_forward(x, weights, experts, w13, w2, 10.0, act_qdq_block=128)
-    # Another order of fp32 sums may flip a bf16 rounding (2**-8) here and there, and then an e4m3 one (2**-4); most
-    # elements see neither, and weighting after w2, or no rounding at all, moves most of them.
+    # Another order of fp32 sums may flip a few bf16 roundings (2**-8), and then an e4m3 rounding (2**-4). Most elements
+    # have neither; weighting after w2, or no rounding at all, would change most of them.
     relative = (got - expected).norm() / expected.norm()
     assert relative < 3e-3
     late = torch.zeros(5, 128)

@@ -1,7 +1,7 @@
-"""Kernels of the router, of clamped SwiGLU and of FP8 activations, emulated: against float64 and the references' bits.
+"""Kernels of the router, of clamped SwiGLU and of FP8 activations, emulated, against float64 and the references' bits.
 
 Regimes: 8, 256, 384 experts, ties of all kinds, logits from -100 to 100; token ids outside the table; every finite bf16
-through the quantiser; last blocks that are short; scales in both layouts; rows in wider tensors; NaN and infinity.
+through the quantiser; short last blocks; scales in both layouts; rows in wider tensors; NaN and infinity.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 
 def call(module: str, kernel: str, suffix: str, *arguments: object, **options: object) -> object:
-    """One call of an implementation in the emulator."""
+    """The result of one call of an implementation in the emulator."""
     import importlib
 
     function = getattr(importlib.import_module(f"dsv4_kernels.{module}.gpu"), kernel + suffix)
@@ -101,8 +101,8 @@ def test_ops_are_in_the_table() -> None:
 # ---- the router
 
 SCORE_ERROR = 2.0**-21
-"""Relative, of sqrt(softplus): exp 2**-21.8, a sum, a reciprocal of an ulp, three products: some 2**-20.6 of softplus,
-its sum with max(x, 0) 2**-24, half of it all in the root, and the root's 2**-24."""
+"""Relative error of sqrt(softplus): exp 2**-21.8, a sum, a reciprocal of an ulp and three products give some 2**-20.6
+of softplus; its sum with max(x, 0) adds 2**-24; the root halves that and adds its own 2**-24."""
 
 
 def exact_scores(logits: Tensor) -> Tensor:
@@ -111,14 +111,15 @@ def exact_scores(logits: Tensor) -> Tensor:
 
 
 def assert_weights(weights: Tensor, experts: Tensor, logits: Tensor, scale: float) -> None:
-    """Score and sum, each with their error, then three additions, a quotient, a product."""
+    """Bound of a weight's error: score and sum with their errors, then three additions, a quotient, a product."""
     chosen = exact_scores(logits).gather(1, experts.long())
     expected = chosen / chosen.sum(1, keepdim=True) * scale
     assert ((weights.double() - expected).abs() <= (2 * SCORE_ERROR + 5 * 2.0**-24) * expected).all()
 
 
 def assert_topk(weights: Tensor, experts: Tensor, logits: Tensor, bias: Tensor, scale: float) -> None:
-    """Falling, distinct, and no other one is better, each up to the scores' errors; the weights of those chosen."""
+    """Checks that the chosen experts are distinct, in falling order and the best, up to the scores' errors; and their
+    weights."""
     scores, top_k = exact_scores(logits), experts.shape[1]
     biased = scores + bias.double()
     margin = (SCORE_ERROR + 2.0**-23) * (scores + bias.abs()).amax(1, keepdim=True)
@@ -133,17 +134,17 @@ def assert_topk(weights: Tensor, experts: Tensor, logits: Tensor, bias: Tensor, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_experts", "top_k"), [(256, 6), (384, 6), (8, 3), (40, 8)], ids=str)
 def test_the_kernel_chooses_by_score(kernel: str, num_experts: int, top_k: int, schedule: str) -> None:
-    """Out of a wider tensor, with logits of all sizes; with 256 experts all sums are negative."""
+    """Logits of all sizes in rows of a wider tensor; with 256 experts all sums are negative."""
     logits = (normal(11, num_experts + 5, seed=5) * torch.logspace(-3, 1, 11)[:, None])[:, 3:-2]
     bias = normal(num_experts, seed=6) * 0.2 - (10.0 if num_experts == 256 else 0.0)
     weights, experts = call("router", kernel, "_topk", logits, bias, top_k, 1.5, schedule=schedule)
     assert_topk(weights, experts, logits, bias, 1.5)
     _, expected = router.route_topk_logits(logits, bias, top_k, 1.5)
-    assert (experts == expected).float().mean() > 0.95  # scores that differ by less than their error may change places
+    assert (experts == expected).float().mean() > 0.95  # scores that differ by less than their error may swap
 
 
 def test_of_equals_the_kernel_takes_the_lower_id(kernel: str) -> None:
-    """All equal; all but one; equal sums of different scores and biases; scores that are zero."""
+    """Ties: all equal, all but one, equal sums of different scores and biases, scores of zero."""
     logits, bias = torch.zeros(5, 256), torch.zeros(256)
     bias[7] = 1.0
     logits[1], logits[2, 200:203], logits[3] = -200.0, 1.0, torch.arange(256) % 4.0
@@ -157,7 +158,7 @@ def test_of_equals_the_kernel_takes_the_lower_id(kernel: str) -> None:
 
 
 def test_the_kernel_chooses_something_of_anything(kernel: str) -> None:
-    """NaN comes first, as in the reference's sort; ids stay in the table, and no other token notices."""
+    """NaN comes first, as in the reference's sort; ids stay within the table, and other tokens do not change."""
     logits, bias = normal(4, 256, seed=7), normal(256, seed=8)
     clean = call("router", kernel, "_topk", logits, bias, 6, 1.0)
     logits[1, 9], logits[2] = NAN, NAN
@@ -179,7 +180,7 @@ def test_the_kernel_routes_a_token_alike_in_any_batch(kernel: str) -> None:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=["ids32", "ids64"])
 @pytest.mark.parametrize("table_dtype", [torch.int32, torch.int64], ids=["table32", "table64"])
 def test_the_kernel_chooses_by_token_id(kernel: str, table_dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
-    """An id outside the table takes the table's first or last row; the reference refuses it."""
+    """An id outside the table reads the table's first or last row; the reference raises."""
     logits = (normal(9, 260, seed=11) * 3)[:, 4:]
     table = torch.randint(0, 256, (50, 6), generator=torch.Generator().manual_seed(12)).to(table_dtype)
     ids = torch.tensor([0, 49, 7, 7, 50, -1, 2**31 - 1, -(2**31), 30]).to(ids_dtype)
@@ -206,7 +207,7 @@ def test_what_the_router_refuses(kernel: str) -> None:
 
 
 def every_gate_and_up() -> Tensor:
-    """[n, 2 * 72] bf16: values around the limit, zeros, tiny and huge ones, in all pairs."""
+    """[n, 2 * 72] bf16: values around the limit, zeros, tiny and huge values, in all pairs."""
     values = torch.tensor(
         [
             0.0,
@@ -234,7 +235,7 @@ def every_gate_and_up() -> Tensor:
 
 
 def assert_swiglu(got: Tensor, gate_up: Tensor) -> None:
-    """exp 2**-21.8, a sum, a reciprocal, two products; bf16 once. Below 2**-126 the reciprocal may be zero."""
+    """Bound: exp 2**-21.8, a sum, a reciprocal, two products; bf16 once. Below 2**-126 the reciprocal may be zero."""
     gate, up = gate_up.double().chunk(2, 1)
     gate, up = gate.clamp(max=10.0), up.clamp(-10.0, 10.0)
     expected = gate / (1 + torch.exp(-gate)) * up
@@ -253,7 +254,7 @@ def test_the_kernel_gates(kernel: str, schedule: str) -> None:
 
 
 def test_not_a_number_stays_one(kernel: str) -> None:
-    """min and max of a GPU would take the limit instead."""
+    """NaN stays NaN: min and max of a GPU would return the limit."""
     gate_up = torch.ones(3, 2 * 256).bfloat16()
     gate_up[0, 5], gate_up[1, 256 + 9], gate_up[2, 0], gate_up[2, 256 + 1] = NAN, NAN, INF, -INF
     got = call("moe", kernel, "", gate_up, 10.0)
@@ -266,7 +267,7 @@ def test_not_a_number_stays_one(kernel: str) -> None:
 @pytest.mark.parametrize("column_major", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("dim", [128, 200, 2048])
 def test_the_kernel_gates_into_fp8(kernel: str, dim: int, column_major: bool) -> None:
-    """The bits of the kernel in bf16, quantised by the reference."""
+    """The codes are those of the bf16 kernel's result, quantised by the reference."""
     gate_up = normal(5, 2 * dim, seed=14).bfloat16() * 4
     codes, scales = call("moe", kernel, "_fp8", gate_up, 10.0, column_major)
     expected = quant.fp8_quantise(call("moe", kernel, "", gate_up, 10.0), 128, column_major)
@@ -277,7 +278,7 @@ def test_the_kernel_gates_into_fp8(kernel: str, dim: int, column_major: bool) ->
 
 
 def activations() -> dict[str, Tensor]:
-    """Every finite bf16 with others of its size, or of any; some among zeros; amplitudes; short last blocks."""
+    """Every finite bf16 in blocks of similar size and of any size; single values among zeros; short last blocks."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     finite = bits[bits.isfinite()]
     by_size = finite[finite.float().abs().argsort()]
@@ -394,7 +395,7 @@ def test_the_gpu_gates_and_quantises(kernel_here: str) -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
-    """Of gate and up, of an activation, and of logits."""
+    """Rows of gate and up, of an activation, and of logits that need 64-bit offsets."""
     rows = 2**31 // 8192 + 3
     gate_up = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")
     gate_up[-1] = normal(4096, seed=23).bfloat16().cuda()

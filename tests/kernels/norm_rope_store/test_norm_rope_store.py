@@ -1,8 +1,8 @@
-"""norm_rope_store: the reference against its parts, the kernel, emulated, against float64 and the bytes of `scatter`.
+"""norm_rope_store: the reference against its parts; the kernel, emulated, against float64 and the bytes of `scatter`.
 
 Regimes: positions from 0 to 2**20 - 1; numbers of heads that no warp's share divides; queries and rows in wider
-tensors; one to three destinations of both formats, in pages that lie apart, with tokens that are not kept; rows whose
-addresses need 64 bits; both configurations of the kernel, which must make the same bits.
+tensors; one to three destinations of both formats, in pages with gaps, with tokens that are not stored; rows whose
+addresses need 64 bits; both configurations of the kernel, which must give the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def inputs(heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def table(format: RowFormat, num_rows: int, padding: int = 0, dtype: torch.dtype = torch.bfloat16) -> KVRows:
-    """Of NaN, in pages (or plain rows) that lie `padding` elements apart."""
+    """A table filled with NaN, its pages (or plain rows) `padding` elements apart."""
     made = KVRows.allocate(num_rows, format, 512, 64, dtype, "cpu", NAN)
     wide = torch.nn.functional.pad(made.storage, (0, padding), value=113)
     return replace(made, storage=wide[:, : made.storage.shape[1]])
@@ -52,12 +52,12 @@ def table(format: RowFormat, num_rows: int, padding: int = 0, dtype: torch.dtype
 ROWS = (
     torch.arange(TOKENS),  # a workspace
     torch.tensor([3, -1, 64, 199, 0, 127, 63]),  # a ring
-    torch.tensor([-1, -1, 65, -1, 5, 190, -1]),  # tail checkpoints
+    torch.tensor([-1, -1, 65, -1, 5, 190, -1]),  # tails
 )
 
 
 def three_destinations(last: RowFormat = FP8) -> list[Destination]:
-    """All rows plainly; some in pages of two strides."""
+    """All rows in a plain table; some rows in pages of two strides."""
     tables = (table(PLAIN, TOKENS, 8), table(FP8, 200), table(last, 191, 16 if last is PLAIN else 576))
     return [Destination(*pair) for pair in zip(tables, ROWS, strict=True)]
 
@@ -92,7 +92,7 @@ def test_the_reference_writes_what_scatter_writes() -> None:
 
 
 def assert_bytes_of_scatter(destinations: list[Destination], qat: bool = False) -> None:
-    """The others hold what `scatter` writes of the first one's rows, and nothing else."""
+    """The other destinations hold the bytes that `scatter` writes for the first one's rows, and nothing else."""
     row = destinations[0].table.storage
     for kept, rows in destinations[1:]:
         expected = table(kept.format, kept.num_rows)
@@ -142,7 +142,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 @pytest.fixture
 def four_heads_a_warp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for many rows."""
+    """The configuration for many rows."""
     from dsv4_kernels.norm_rope_store import gpu
 
     monkeypatch.setattr(gpu, "FEW_ROWS", 0)
@@ -170,11 +170,11 @@ def run(
 
 
 def assert_near(got: Tensor, x: Tensor, weight: Tensor | None) -> None:
-    """Against float64, [T, H, 512].
+    """Close to float64, [T, H, 512].
 
-    The norm: 16 roundings in a sum of squares (7 + 1 + 1 in a lane, 5 over lanes, the mean with eps), half of which
-    reaches the root; rsqrt 2**-22.9; two products; then bf16. The rotation: cosine and sine to 2 ulp, three roundings,
-    then bf16.
+    The norm: 16 roundings in a sum of squares (7 + 1 + 1 in a lane, 5 over lanes, the mean with eps), half of whose
+    error passes through the root; rsqrt 2**-22.9; two products; then bf16. The rotation: cosine and sine to 2 ulp,
+    three roundings, then bf16.
     """
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
     if weight is not None:
@@ -190,8 +190,9 @@ def assert_near(got: Tensor, x: Tensor, weight: Tensor | None) -> None:
 
 
 def assert_as_reference(got: Tensor, expected: Tensor) -> None:
-    """Rounded at the same places: fp32 errors of some 2**-20 move one bf16 rounding (2**-8) in 4,096; without the one
-    between norm and rotation a quarter of the rotated channels differ, 3 % of all."""
+    """Close to the reference, which rounds at the same points: fp32 errors of some 2**-20 change one bf16 rounding
+    (2**-8) in 4,096. Without the rounding between norm and rotation a quarter of the rotated channels differ, 3 % of
+    all."""
     assert (got != expected).float().mean() < 2e-3
 
 
@@ -217,7 +218,7 @@ def test_the_kernel_norms_and_rotates(kernel: str, many: bool, schedule: str, re
 
 
 def test_the_kernel_rounds_what_plain_rows_keep(kernel: str) -> None:
-    """With the first destination in FP8: of its codes, which the row makes, the plain ones hold the values."""
+    """With the first destination in FP8: plain rows hold the values of its codes."""
     q, kv, weight = inputs(1)
     exact, rounded = three_destinations(PLAIN), three_destinations(PLAIN)
     run(kernel, q, kv, weight, exact)
@@ -273,7 +274,7 @@ def test_the_kernel_finds_rows_beyond_two_gigabytes(kernel: str) -> None:
 
 
 def test_the_kernel_ends_whatever_it_is_given(kernel: str) -> None:
-    """Rows of NaN and infinity spoil themselves, and no others."""
+    """Rows of NaN and infinity affect only themselves."""
     q, kv, weight = inputs(2)
     q, kv = q.clone(), kv.clone()
     clean, spoilt = three_destinations(), three_destinations()
@@ -330,7 +331,7 @@ def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [1, 6, 1300], ids=str)
 def test_the_gpu_makes_the_same(kernel_here: str, heads: int) -> None:
-    """Eagerly, and out of a CUDA graph that is replayed with other inputs."""
+    """Eagerly, and from a CUDA graph that is replayed with other inputs."""
     q, kv, weight = (x.cuda() for x in inputs(heads))
     positions, live_q, live_kv = POSITIONS.cuda(), torch.zeros_like(q), torch.zeros_like(kv)
     destinations = [Destination(replace(t, storage=t.storage.cuda()), rows.cuda()) for t, rows in three_destinations()]
@@ -356,7 +357,7 @@ def test_the_gpu_makes_the_same(kernel_here: str, heads: int) -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
-    """Of q, in place, and of both kinds of tables: 9 GB together."""
+    """Rows of q, in place, and of both kinds of tables beyond 2 GB: 9 GB together."""
     tokens = 2**15 + 8
     q = torch.ones(tokens, 64, 512, dtype=torch.bfloat16, device="cuda")
     q[-1] = normal(64, 512, seed=1).bfloat16().cuda()

@@ -73,7 +73,7 @@ def test_rounds_as_the_enumeration_says(kind: str, case: str, dtype: torch.dtype
 
 
 def test_rounding_is_a_fixed_point() -> None:
-    """What is rounded once stays, which is what lets plain rows hold the values of FP8 rows."""
+    """Values that were rounded once do not change again; so plain rows can hold the values of FP8 rows."""
     x = torch.randn(500, 448, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[:, 0] *= torch.logspace(-3, 3, 500).bfloat16()
     once = quant.fp8_qdq(x, 64)
@@ -90,7 +90,7 @@ def test_short_last_block_is_a_block_of_its_own() -> None:
 
 
 def test_long_inputs_are_rounded_piece_by_piece_alike() -> None:
-    """Above the size at which rows are processed in pieces, and with a row count no piece divides."""
+    """Above the size at which rows are processed in pieces, with a row count that no piece divides."""
     x = torch.randn(1031, 3, 128, generator=torch.Generator().manual_seed(5))
     for function in (lambda y: quant.fp8_qdq(y, 128), quant.fp4_qdq, quant.hadamard):
         assert same_bits(function(x), torch.stack([function(row) for row in x]))
@@ -111,7 +111,7 @@ def hadamard_matrix(d: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("d", [1, 2, 4, 16, 64, 128])
 def test_hadamard_is_sylvesters_matrix(d: int) -> None:
-    """On unit vectors the sums are exact: the result is the matrix's column to the last bit."""
+    """On unit vectors the sums have no rounding error: the result is the matrix's column to the last bit."""
     expected = (hadamard_matrix(d).float() * torch.tensor(d**-0.5)).float()
     assert same_bits(quant.hadamard(torch.eye(d)), expected)
     integers = torch.randint(-8, 9, (50, d), generator=torch.Generator().manual_seed(6)).float()
@@ -169,7 +169,7 @@ def test_fp4_weight_rounding() -> None:
 
 @pytest.mark.parametrize("global_scale", [1.0, 3.7e-5, 0.0])
 def test_nvfp4_weight_bytes(global_scale: float) -> None:
-    """Every byte under every scale of e4m3: the exact product, rounded once to fp32."""
+    """Every byte under every scale of e4m3: the product rounded once to fp32."""
     weight = torch.arange(256, dtype=torch.uint8).repeat(127).view(-1, 8)  # 127 scales, 256 bytes each
     scale = torch.arange(127, dtype=torch.uint8).repeat_interleave(32).view(-1, 1).view(torch.float8_e4m3fn)
     signed = np.array([*E2M1, *(-E2M1)])
@@ -185,7 +185,7 @@ def test_nvfp4_weight_bytes(global_scale: float) -> None:
 
 @pytest.mark.parametrize("amax", [None, 2000.0], ids=["own-amax", "shared-amax"])
 def test_nvfp4_weight_rounding(amax: float | None) -> None:
-    """Codes and scales are the nearest there are; a row of zeros, and rows whose scale e4m3 rounds to nothing."""
+    """Codes and scales are the nearest possible; a row of zeros, and rows whose scale e4m3 would round to 0."""
     w = torch.randn(9, 96, generator=torch.Generator().manual_seed(9)) * torch.logspace(-8, 2.5, 9).unsqueeze(1)
     w[4] = 0
     weight, scale, global_scale = number_formats.quantise_nvfp4_weight(w, amax)
@@ -199,7 +199,7 @@ def test_nvfp4_weight_rounding(amax: float | None) -> None:
     assert np.array_equal(weight.numpy(), codes[:, 0::2] | codes[:, 1::2] << 4)
     back = number_formats.dequantise_nvfp4_weight(weight, scale, global_scale, torch.float32)
     step = torch.from_numpy(np.repeat(unit.reshape(9, 6), 16, 1))
-    assert ((back - w).abs() <= step * (1 + 2.0**-3)).all()  # half of 6 - 4, and what e4m3 rounds off the scale
+    assert ((back - w).abs() <= step * (1 + 2.0**-3)).all()  # half of 6 - 4, and the rounding error of the e4m3 scale
 
 
 def test_nvfp4_weight_of_zeros() -> None:

@@ -79,7 +79,7 @@ def test_inverse_undoes_the_rotation() -> None:
 def test_rms_norm(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     x = (torch.randn(shape, generator=generator) * 3).to(dtype)
-    x[0] *= 1e-4  # eps matters here
+    x[0] *= 1e-4  # so small that eps matters
     weight = torch.randn(shape[-1], generator=generator).to(dtype) if weighted else None
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     if weight is not None:

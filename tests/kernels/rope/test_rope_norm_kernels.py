@@ -1,7 +1,7 @@
 """Kernels of the rotation and of the norm, emulated: angles against float64, rows against float64 and the reference.
 
-Regimes: angles up to 2**20, those next to multiples of pi / 2 among them; rows of 8 to 7,168 channels, of a warp and of
-a CTA, that lanes divide evenly or not; rows in wider tensors; tokens alone and in other batches.
+Regimes: angles up to 2**20, among them those next to multiples of pi / 2; rows of 8 to 7,168 channels, in a warp and in
+a CTA, with even and uneven shares of lanes; rows in wider tensors; tokens alone and in other batches.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def test_in_place_is_apply_rope(dtype: torch.dtype) -> None:
 
 
 def hard_angles() -> Tensor:
-    """Of the products that the model takes: random ones, the first and last positions, those nearest to a multiple of
-    pi / 2, where a reduction that is not exact leaves nothing right, and those worst for this one."""
+    """Products of positions and frequencies of the model: random ones, the first and last positions, those nearest to a
+    multiple of pi / 2, where an inexact reduction leaves no right bit, and the worst ones for this reduction."""
     found = []
     generator = torch.Generator().manual_seed(1)
     for frequencies in FREQUENCIES.values():
@@ -118,7 +118,7 @@ SHAPES = {"rows": (512,), "heads_6": (6, 512), "index_heads": (4, 128), "one_hea
 @pytest.mark.parametrize("inverse", [False, True], ids=["forth", "back"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_rotates(kernel: str, shape: str, inverse: bool) -> None:
-    """In a tensor in which tokens lie apart; the bytes between them stay as they were."""
+    """In a tensor with gaps between tokens; the gaps are not written."""
     dims = SHAPES[shape]
     around = normal(TOKENS, 3 + int(np.prod(dims)) // 8, 8, seed=2).flatten(1)
     x = around[:, 16:-8].unflatten(1, dims)
@@ -133,7 +133,7 @@ def test_the_kernel_rotates(kernel: str, shape: str, inverse: bool) -> None:
 
 
 def test_the_kernel_finds_heads_that_lie_apart(kernel: str) -> None:
-    """What is between them is NaN, and stays so."""
+    """The gaps between heads are NaN, and stay NaN."""
     x, frequencies = strided(normal(TOKENS, 6, 512, seed=4), 0, 1, 24), next(iter(FREQUENCIES.values()))
     between = x.as_strided((TOKENS, 6, 24), x.stride(), 512)
     original = x.clone()
@@ -183,7 +183,7 @@ def normed(kernel: str, x: Tensor, weight: Tensor | None, **options: object) -> 
 
 
 def some_rows(count: int, dim: int) -> Tensor:
-    """From 2**-20, where eps counts, to 2**40, in a wider tensor."""
+    """Rows with magnitudes from 2**-20, where eps counts, to 2**40, in a wider tensor."""
     amplitude = torch.tensor([1.0, 2.0**-20, 2.0**40, 3.0, 0.1])[:, None].bfloat16()
     return (normal(5, dim + 16, seed=6) * amplitude)[:count, 8:-8]
 
@@ -199,7 +199,7 @@ def weight_of(dim: int, dtype: torch.dtype | None) -> Tensor | None:
 )
 def test_the_kernel_norms(kernel: str, dim: int, dtype: torch.dtype | None) -> None:
     """Against float64. A lane's chain of 8 squares, 8 chunks, 5 steps over lanes, 8 warps: 30 roundings at most, half
-    of which reaches the root; rsqrt 2**-22.9; two products; bf16."""
+    of whose error passes through the root; rsqrt 2**-22.9; two products; bf16."""
     x, weight = some_rows(5, dim), weight_of(dim, dtype)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt()
     exact = exact if weight is None else exact * weight.double()
@@ -211,7 +211,7 @@ def test_the_kernel_norms(kernel: str, dim: int, dtype: torch.dtype | None) -> N
 
 @pytest.mark.parametrize("dim", [1024, 7168])
 def test_the_kernel_norms_a_row_alike_in_any_batch(kernel: str, dim: int) -> None:
-    """Whatever is in the others: NaN and infinity too."""
+    """In batches whose other rows have NaN and infinity, too."""
     x, weight = some_rows(5, dim).contiguous(), weight_of(dim, torch.float32)
     got = normed(kernel, x, weight)
     assert same_bits(normed(kernel, x[3:4], weight), got[3:4])
@@ -234,7 +234,7 @@ def normed_codes(kernel: str, x: Tensor, weight: Tensor | None, column_major: bo
 )
 @pytest.mark.parametrize("column_major", [False, True], ids=["rows", "columns"])
 def test_the_norm_as_codes(kernel: str, dim: int, dtype: torch.dtype | None, column_major: bool) -> None:
-    """To the bit the quantiser of what the norm makes; blocks that the row ends in, and a row of NaN."""
+    """Bitwise equal to the quantiser of the norm's result; blocks that the row's end cuts, and a row of NaN."""
     x, weight = some_rows(5, dim).contiguous(), weight_of(dim, dtype)
     x[3, 1] = NAN
     codes, scales = normed_codes(kernel, x, weight, column_major)

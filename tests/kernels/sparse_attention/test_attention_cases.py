@@ -1,4 +1,4 @@
-"""The hard cases themselves: the reference passes them all, and the bar catches what a kernel would get wrong.
+"""The hard cases themselves: the reference passes all of them, and the tolerance catches typical kernel faults.
 
 The definition (`ref`, fp32) is compared here with the fp64 oracle of attention_cases.py; kernels are in
 test_sparse_attention_gpu.py and in the emulator's tests.
@@ -84,7 +84,7 @@ FAULTS: dict[str, tuple[Callable[[Case], Case], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_bar_catches(fault: str) -> None:
-    """A small fault in what is computed is far above the bar."""
+    """A small fault in the computation exceeds the tolerance by far."""
     plant, name = FAULTS[fault]
     case = build(CASES[name])
     result = plant(case).run(impl="ref")
@@ -123,7 +123,7 @@ def test_take_keeps_tokens_bits(name: str) -> None:
     "name", ["csa_512-fp8", "holes-bf16", "dense_pages_of_64-fp8", "hca_32k-bf16", "window_127-fp8"]
 )
 def test_a_case_over_large_tables_is_the_same(name: str) -> None:
-    """And has rows that neither bytes nor elements count in 32 bits, as well as rows below 2**31 bytes."""
+    """The table has rows whose offsets need 64 bits, in bytes and in elements, and rows below 2**31 bytes."""
     case = build(CASES[name])
     large = case.spread()
     assert all(map(torch.equal, case.run(impl="ref"), large.run(impl="ref")))
@@ -135,7 +135,7 @@ def test_a_case_over_large_tables_is_the_same(name: str) -> None:
 
 
 def test_nothing_of_a_case_is_contiguous() -> None:
-    """A stride that is taken from a shape, or from another tensor, is a wrong one."""
+    """No tensor is contiguous and tables differ in strides: a stride from a shape, or of another tensor, is wrong."""
     for name in ("csa_512-fp8", "csa_512-bf16", "dense_lengths-fp8"):
         for case in (build(CASES[name]), build(CASES[name]).take([1, 0, 1])):
             given = case.entry_arguments

@@ -1,4 +1,4 @@
-"""What a GPU kernel of the attention is given: the division of keys, and the checks and layouts of `Problem`.
+"""The input of the attention's GPU kernels: the division of keys, and the checks and layouts of `Problem`.
 
 No kernel runs here: the tensors are on the CPU.
 """
@@ -38,7 +38,7 @@ def test_number_of_kv_splits(window: int, entries: int, split_keys: int | None, 
 
 @pytest.mark.parametrize("split_keys", [None, 128, 256, 512, 1024])
 def test_kv_splits_cover_every_step_once(split_keys: int | None) -> None:
-    """In order, none empty unless there is nothing, none longer than split_keys, lengths equal but for one step."""
+    """KV splits are in order, not empty unless there are no keys, at most split_keys long, and differ by one step."""
     for steps in range(200):
         kv_splits = num_kv_splits(steps, split_keys)
         ranges = [kv_split_steps(i, kv_splits, steps) for i in range(kv_splits)]
@@ -115,7 +115,7 @@ def test_lists_become_int32_rows() -> None:
 
 
 def test_sizes_follow_from_the_arguments_alone() -> None:
-    """Lengths on the device are not looked at: a graph's buffers must hold the most that its shapes allow."""
+    """Sizes do not depend on lengths on the device: a graph's buffers must hold the most that its shapes allow."""
     assert (problem().max_entry_slots, problem(split_keys=128).max_kv_splits) == (0, 1)
     assert (problem(**LIST).max_entry_slots, problem(**LIST, split_keys=128).max_kv_splits) == (512, 5)
     assert (problem(**DENSE).max_entry_slots, problem(**DENSE, split_keys=128).max_kv_splits) == (20, 2)
@@ -178,7 +178,7 @@ def test_errors_say_what_is_expected(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_launch_returns_what_the_kernel_wrote(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """And does not launch over nothing."""
+    """A call without tokens launches nothing."""
     seen = []
 
     def kernel(problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Who shares which memory between launches that divide keys. CUDA is played by the CPU (torch_as_cuda.py)."""
+"""Scratch memory of launches that divide keys, and its sharing. The CPU stands in for CUDA (torch_as_cuda.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def cuda() -> Iterator[Callable[[int, bool], None]]:
-    """`cuda(stream, capturing)` says where the following calls are made. None was made before."""
+    """`cuda(stream, capturing)` sets the stream and capture state of the following calls; no scratch exists before."""
     from ptx_emulator.dsl.torch_as_cuda import torch_as_cuda
 
     with torch_as_cuda(), pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def test_a_larger_call_gets_more_slots_and_the_same_counters() -> None:
 
 
 def test_a_graph_needs_a_call_before(cuda: Callable[[int, bool], None]) -> None:
-    """Counters that are allocated during the capture would belong to the graph, and be zeroed by it."""
+    """Counters allocated during the capture would belong to the graph, which would zero them."""
     cuda(0, True)
     with pytest.raises(RuntimeError, match=r"captured with split_keys, .* on cuda:0 before; make the same call once"):
         Scratch.on(DEVICE, 100)

@@ -1,4 +1,5 @@
-"""Launches of the attention beside others, on a GPU: side_by_side.py, each scenario in a process with a time limit.
+"""Launches of the attention while other kernels run, on a GPU: side_by_side.py, a process with a time limit for each
+scenario.
 
 python -m pytest tests/kernels/sparse_attention/test_side_by_side.py -q -rs
 """
@@ -16,7 +17,7 @@ from ops.attention_cases import build
 from ops.side_by_side import CASES, HOLD, NOT_PROMISED, SCENARIOS
 
 LIMIT_SECONDS = 240
-"""Most of it for compiling; a scenario takes a few seconds."""
+"""Seconds, mostly for compiling; a scenario takes a few seconds."""
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from ops import side_by_side; side_by_side.main(*sys.argv[2:])"
 
 
@@ -28,7 +29,7 @@ def kernel(kernel_on_gpu: Callable[[str], str]) -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario(kernel: str, scenario: str) -> None:
-    """The bits of a launch that is alone, and no hang."""
+    """The launch ends and has the bits of a launch that runs alone."""
     command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[2] / "lib"), scenario, kernel]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
@@ -50,7 +51,7 @@ def test_what_holds_multiprocessors_says_so_and_ends_when_it_is_released(target:
 
 
 def test_the_cases_are_what_the_scenarios_need() -> None:
-    """How often keys are divided follows from the call; which kernel computes it does not."""
+    """The call determines how often keys are divided, and not which kernel computes it."""
     problems = {name: build(spec).problem() for name, spec in CASES.items()}
     blocks = {name: -(-problem.num_heads // 64) for name, problem in problems.items()}
     items = {name: p.num_tokens * p.max_kv_splits * blocks[name] for name, p in problems.items()}

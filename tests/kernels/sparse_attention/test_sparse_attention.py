@@ -2,8 +2,8 @@
 
 Regimes: lists with holes, repeats, any order; window and entry counts around the 64-key tile; no entries, only holes;
 dense addressing against the same rows as a list; sink absent, finite, huge, ±inf; rows that are not named are NaN in
-every case; strided q; all row formats; small and real dimensions; heads that no tile divides; a split over keys with
-its merge. The op runs before the oracle, so that recycled memory cannot hold the right answer.
+every case; strided q; all row formats; small and real dimensions; numbers of heads that no tile divides; KV splits and
+their merge. The op runs before the oracle, so that recycled memory cannot hold the right answer.
 
 Tolerance: the fp32 error may be twice the largest one of a plain fp32 softmax of the same rows (against float64),
 plus 4 fp32 ulps of the largest value; a bf16 output adds one rounding.
@@ -25,7 +25,7 @@ FP32_ULP, BF16_ULP = 2.0**-24, 2.0**-8
 
 
 def table(num_rows: int, dim: int, dtype: torch.dtype, named: Tensor, seed: int, fp8: bool = False) -> KVRows:
-    """Rows that are named are random, all others NaN."""
+    """A table whose named rows are random and whose other rows are NaN."""
     format = RowFormat.FP8 if fp8 else RowFormat.PLAIN
     rows = KVRows.allocate(num_rows, format, dim, 64 if fp8 else 8, dtype, "cpu", float("nan"))
     where = named[named >= 0].unique().long()
@@ -41,7 +41,7 @@ def random_list(tokens: int, length: int, num_rows: int, seed: int, holes: float
 
 
 def softmax_of_union(q: Tensor, keys: Tensor, sink: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """One token: q [H, D], keys [n, D] -> out [H, D], in `dtype` throughout."""
+    """out [H, D] of one token from q [H, D] and keys [n, D], in `dtype` throughout."""
     s = q.to(dtype) @ keys.to(dtype).T * scale
     lse = s.logsumexp(1) if len(keys) else torch.full((len(q),), -INF, dtype=dtype)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(dtype))
@@ -51,7 +51,7 @@ def softmax_of_union(q: Tensor, keys: Tensor, sink: Tensor | None, scale: float,
 
 @dataclass
 class Case:
-    """Arguments of one call, and the rows that each token reads, as values."""
+    """Arguments of one call, and the values of the rows that each token reads."""
 
     q: Tensor
     window: KVRows
@@ -163,7 +163,7 @@ def test_a_repeated_row_counts_twice(dtype: torch.dtype) -> None:
 
 
 def test_only_holes() -> None:
-    """A token without any row: zero, with or without sink; its neighbours do not notice."""
+    """A token without rows gets zero, with or without sink, and does not change its neighbours."""
     c = case(tokens=4)
     c.window_rows[2], c.entry_indices[2] = -1, -1
     for sink in (c.sink, None):
@@ -218,7 +218,7 @@ def test_strided_q_and_given_output(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("entries_per_page", [2, 16, 64])
 def test_dense_entries_are_the_list_of_all_visible(entries_per_page: int, dtype: torch.dtype) -> None:
-    """Two requests, pages in any order, every visible length from none to all; bitwise the list's result."""
+    """Two requests, pages in any order, every visible length from none to all: bitwise equal to the list's result."""
     pages = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:20].view(2, 10)
     visible = torch.tensor([0, 1, 2, 3, 7, 10 * entries_per_page, 10 * entries_per_page - 1, 5, 0])
     visible = visible.clamp(max=10 * entries_per_page)
@@ -243,7 +243,7 @@ def test_dense_entries_are_the_list_of_all_visible(entries_per_page: int, dtype:
 
 @DTYPES
 def test_a_list_is_looked_at_up_to_its_visible_slots(dtype: torch.dtype) -> None:
-    """From slot visible[t] on, the list holds what was left in memory; a length beyond the list is the whole list."""
+    """Slots from visible[t] on hold arbitrary memory; a length beyond the list means the whole list."""
     c = case(tokens=5, entries=150, dtype=dtype)
     visible = torch.tensor([0, 1, 64, 150, 4000], dtype=torch.int32)
     cut = torch.where(torch.arange(150) < visible[:, None], c.entry_indices, -1)
@@ -259,13 +259,13 @@ def test_split_keys_do_not_change_the_definition() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_many_entries(tokens: int) -> None:
-    """8,192 entries, a million tokens' HCA; and so many tokens that they are processed in several chunks."""
+    """8,192 entries (HCA of a million tokens), and enough tokens for several chunks."""
     c = case(tokens=tokens, heads=2, dim=16, entries=8192 if tokens == 1 else 6000)
     c.check(c.run())
 
 
 def test_a_prefill_unpacks_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 tokens, of which each reads one row more than the one before, and other entries: the bits of single tokens."""
+    """40 tokens with growing numbers of rows and different entries have the bits of single-token calls."""
     tokens, unpacked = 40, []
     window_rows = (torch.arange(tokens)[:, None] + torch.arange(128)).int()
     window_rows[:9, :7] = -1
@@ -291,7 +291,7 @@ def test_a_prefill_unpacks_each_row_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_uniform_window_is_a_mean() -> None:
-    """Worked by hand: zero scores, 3 rows and a sink of 0 share the softmax by four."""
+    """Computed by hand: with zero scores, 3 rows and a sink of 0 get a quarter each."""
     window = KVRows.allocate(3, RowFormat.PLAIN, 2, 2, torch.float32, "cpu")
     window.storage.copy_(torch.tensor([[4.0, 0.0], [8.0, 0.0], [0.0, 4.0]]))
     rows = torch.tensor([[0, 1, 2]])

@@ -1,7 +1,8 @@
 """Hopper's attention kernel for 16 heads or less in the emulator, over the hard cases of attention_cases.py.
 
-As test_sparse_attention_sm90.py, whose kernels compute the others: every launch with all checks on, schedules that
-change from case to case, the same bits in every batch and however a token's keys are divided; and the compile gate.
+As in test_sparse_attention_sm90.py, which tests the kernels for more heads: every launch runs with all checks on, the
+schedule changes from case to case, and bits are equal in every batch and for every division of a token's keys; and the
+compile gate.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
 HEADS = (8, 16, 1, 15)
-"""Of the cases, in turns."""
+"""Schedules, which the cases use in turn."""
 QUICK = ((True, "LIST"), (False, "PAGES"))
-"""(FP8 rows, entries): what is not slow needs these kernels."""
+"""(FP8 rows, entries) of the kernels that the quick cases need."""
 
 
 def launch(case: Case, multiprocessors: int = 132, parts: int | None = None, **options: object) -> Tensor:
-    """The result of one call, in so many parts or as many as the kernel chooses."""
+    """The result of one call, in `parts` parts or as many as the launch chooses."""
     return launch_on(case, multiprocessors, parts, **options)[0]
 
 
 def launch_on(
     case: Case, multiprocessors: int = 132, parts: int | None = None, **options: object
 ) -> tuple[Tensor, Device]:
-    """The same, and the emulated device."""
+    """(result of one call, emulated device)."""
     from ptx_emulator import Checks
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -64,7 +65,7 @@ def launch_on(
 
 
 def allowed_parts(case: Case) -> list[int]:
-    """In how many parts a token of the case may be computed."""
+    """The numbers of parts into which a token of the case may be divided."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     problem = case.problem()
@@ -94,7 +95,7 @@ HARDEST = (
 
 
 def cases() -> Iterator[object]:
-    """Quick are some that need no further kernel."""
+    """Parameters of the cases; those that need further kernels are slow."""
     for name in CASES:
         quick = name.rpartition("-")[0] in HARDEST and configuration(with_few_heads(name)) in QUICK
         yield pytest.param(name, marks=() if quick else pytest.mark.slow)
@@ -119,7 +120,7 @@ def random_specs() -> Iterator[object]:
 
 @pytest.mark.parametrize(("spec", "seed"), random_specs())
 def test_random_case(spec: Spec, seed: int) -> None:
-    """With the same bits in whole tokens, and with as many CTAs for each as may be."""
+    """The bits are equal for whole tokens and for the most CTAs a token."""
     case = build(spec, seed=seed)
     results = [
         launch(case, parts=parts, schedule=SCHEDULES[(seed + parts) % len(SCHEDULES)], seed=seed)
@@ -144,7 +145,7 @@ POOLS = {
 
 @pytest.mark.parametrize("name", POOLS)
 def test_rows_beyond_32_bits(name: str) -> None:
-    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    """Offsets of rows need 64 bits, in bytes and in elements, in the window's table and in the entries' table."""
     case = build(POOLS[name])
     check(case, launch(case.spread()))
 
@@ -156,7 +157,7 @@ def test_q_and_outputs_beyond_32_bits(name: str) -> None:
     check(case, launch(replace(case, q=far_apart(case.q)), out=out))
 
 
-# ---- which kernel, and in how many parts
+# ---- the choice of the kernel and of the number of parts
 
 
 @pytest.mark.parametrize(("heads", "few", "expected"), [(1, 16, 1), (16, 16, 1), (17, 16, 0), (9, 8, 0), (1, 0, 0)])
@@ -164,7 +165,7 @@ def test_q_and_outputs_beyond_32_bits(name: str) -> None:
 def test_the_number_of_heads_chooses_the_kernel(
     monkeypatch: pytest.MonkeyPatch, heads: int, few: int, expected: bool, tokens: int
 ) -> None:
-    """Nothing else may: this kernel's bits are others than those of the kernels for many heads. And it can be off."""
+    """Only the number of heads chooses this kernel, whose bits differ from the others'. FEW_HEADS = 0 disables it."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     called = []
@@ -188,16 +189,16 @@ def test_few_heads_are_16_at_most() -> None:
 @pytest.mark.parametrize(
     ("window", "entries", "split_keys", "parts"),
     [
-        # (tokens, parts): as many clusters of 1, 2, 4 and 8 find room as 132, 66, 33 and 16, and twice as many if two
-        # CTAs share a multiprocessor, which costs more than a tile or two.
+        # (tokens, parts): 132, 66, 33 and 16 clusters of 1, 2, 4 and 8 CTAs fit, and twice as many if two CTAs share a
+        # multiprocessor, which costs more time than one or two tiles.
         (128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (132, 2), (133, 1))),  # ten tiles
-        (128, 896, None, ((1, 8), (16, 8), (17, 4), (66, 4), (67, 2))),  # sixteen: two for each of eight CTAs
+        (128, 896, None, ((1, 8), (16, 8), (17, 4), (66, 4), (67, 2))),  # sixteen tiles: two for each of eight CTAs
         (128, 1024, None, ((1, 4), (66, 4), (67, 2), (132, 2), (133, 1), (4096, 1))),  # eighteen
         (128, 256, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2))),  # six
         (128, 128, None, ((1, 4), (33, 4), (34, 2), (66, 2), (67, 1))),  # four: elements are tiles
-        (128, 0, None, ((1, 2), (66, 2), (67, 1), (4096, 1))),  # two tiles: no more elements
-        # Eight KV splits: two for each of four CTAs, but not four for each of two. Rather one cluster after the other
-        # than a CTA alone with all of a token.
+        (128, 0, None, ((1, 2), (66, 2), (67, 1), (4096, 1))),  # two tiles, hence two elements
+        # Eight KV splits: two for each of four CTAs, but not four for each of two. Clusters one after the other are
+        # faster than a CTA with a whole token.
         (128, 8192, 1152, ((1, 8), (32, 8), (33, 4), (66, 4), (67, 8), (4096, 1))),
         (128, 4992, 128, ((1, 1),)),  # forty
     ],
@@ -228,7 +229,7 @@ def test_it_may_begin_early() -> None:
 
 
 def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:
-    """One after the other; the parts of a token have a CTA each, however many."""
+    """CTAs compute whole tokens one after the other; each part of a divided token has its own CTA."""
     case = build(Spec(tokens=11, heads=16, entry_lengths=(5, 200, 0)))
     for parts, grid in ((1, (1, 4, 1)), (2, (2, 11, 1))):
         _, device = launch_on(case, multiprocessors=2, parts=parts)
@@ -236,7 +237,7 @@ def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:
 
 
 def test_nobody_can_wait_for_a_cta_that_has_not_begun() -> None:
-    """CTAs meet within clusters only, which begin together: no counters, no flags, no polling of global memory."""
+    """CTAs synchronise only within clusters, which start together: no counters, flags or polling in global memory."""
     from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -277,7 +278,7 @@ def test_the_same_bits_in_any_parts_under_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one_kv_split", "kv_splits", "bf16"])
 def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
-    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    """A token has the same bits at any position of any batch, and on other numbers of multiprocessors."""
     case = build(DIVIDED[name])
     out = launch(case)
     for batch, multiprocessors in ((1, 132), (3, 2), (11, 5)):
@@ -286,7 +287,7 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
 
 
 def test_split_keys_are_not_seen_by_a_token_of_one_kv_split() -> None:
-    """Decode and prefill agree, where keys are not divided."""
+    """Decode and prefill have the same bits where keys are not divided."""
     divided = build(Spec(tokens=2, heads=16, entry_lengths=(1024, 300), split_keys=1152))
     assert same_bits(launch(divided), launch(replace(divided, spec=replace(divided.spec, split_keys=None)), parts=1))
 
@@ -299,14 +300,14 @@ UNPACKED = [
 
 @pytest.mark.parametrize("name", UNPACKED)
 def test_unpacked_rows_give_the_same_bits(name: str) -> None:
-    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    """FP8 rows and the bf16 rows unpacked from them give the same bits."""
     case = build(with_few_heads(name))
     plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm90"))
     assert same_bits(launch(case), launch(plain))
 
 
 def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch begins at its own tokens in each list: requests, lengths, rows and results."""
+    """Every launch of a divided call starts at its own tokens in requests, lengths, rows and results."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     monkeypatch.setattr(sm90, "MAX_TOKENS", 2)
@@ -334,8 +335,8 @@ def test_divisions_beyond_what_the_kernel_can_count_are_refused() -> None:
         launch(case)
 
 
-# Tokens of one to four elements. In two parts: so the first part merges those it has and the second one leaves up to
-# two. In whole tokens, on one multiprocessor: so each of its two CTAs has several.
+# Tokens of one to four elements. In two parts, the first part merges its elements and the second stores up to two. As
+# whole tokens on one multiprocessor, each of its two CTAs computes several.
 MUTATED = {
     "sparse_attention_few_heads": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 2, 132),
     "sparse_attention_few_heads_whole": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 1, 1),
@@ -362,7 +363,7 @@ CONFIGURATIONS = [(fp8, entries) for fp8 in (True, False) for entries in ("NONE"
     [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CONFIGURATIONS],
 )
 def test_compiled(fp8_rows: bool, entries: str) -> None:
-    """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
+    """Registers, stack and code are at most those in benchmarks/results; wgmma runs asynchronously."""
     from lib.sparse_attention_sm90_static import RESULTS, static_numbers
     from ptx_emulator import emulated
 
@@ -377,6 +378,6 @@ def test_compiled(fp8_rows: bool, entries: str) -> None:
     over = {name: value for name, value in found.items() if value > recorded[name]}
     assert found.keys() == recorded.keys() and not over, f"{configuration} needs more than {recorded}: {over}"
     assert found["registers"] <= 65536 // (WARPGROUP * CTAS)
-    # A kibibyte of each CTA is the system's.
+    # The system reserves one kibibyte of each CTA.
     assert CTAS * (found["shared_memory_bytes"] + 1024) <= 228 * 1024
     assert found["stack_bytes"] == 0, "spills"

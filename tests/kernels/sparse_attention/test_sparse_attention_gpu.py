@@ -1,7 +1,7 @@
 """The attention kernel of this GPU (`sm90` or `sm100`, forced by name) over the hard cases of attention_cases.py.
 
-Besides the values: the same bits whatever batch a token is in, on every repetition, on two streams at once and out of a
-CUDA graph; nothing written outside the output; no allocation and no waiting for the device when `out` is given.
+Besides the values: the same bits in every batch, on every repetition, on two streams at once and from a CUDA graph;
+nothing written outside the output; no allocation and no wait for the device when `out` is given.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kernel(kernel_on_gpu: Callable[[str], str]) -> str:
 
 @pytest.fixture(autouse=True)
 def finished() -> Iterator[None]:
-    """An error of the device belongs to the test that caused it."""
+    """Reports an asynchronous device error in the test that caused it."""
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def test_case(kernel: str, name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_random_case(kernel: str, seed: int) -> None:
-    """With the same bits in a larger batch."""
+    """The values are right, and the bits are equal in a larger batch."""
     spec = random_spec(seed)
     case = build(spec, "cuda", seed)
     poison(case)
@@ -81,7 +81,7 @@ def test_random_case(kernel: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> None:
-    """On Hopper few tokens are computed by another kernel than many."""
+    """On Hopper, few tokens have another kernel than many."""
     if kernel != "sm90":
         pytest.skip("Blackwell has one kernel")
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -97,7 +97,7 @@ def test_clusters_have_the_bits_of_the_other_kernel(kernel: str, name: str) -> N
 @pytest.mark.parametrize("heads", [1, 5, 8, 16])
 @pytest.mark.parametrize("name", CASES)
 def test_few_heads(kernel: str, name: str, heads: int) -> None:
-    """Hopper's kernel for them, whatever the rule is; with the same bits in whole tokens, in a batch of many."""
+    """Hopper's kernel for few heads, whatever FEW_HEADS is; the bits are equal for whole tokens in a large batch."""
     if kernel != "sm90":
         pytest.skip("Blackwell has one kernel")
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -119,13 +119,13 @@ def test_few_heads(kernel: str, name: str, heads: int) -> None:
 @pytest.mark.parametrize("heads", [1, 8, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("split_keys", [None, 128], ids=["one_kv_split", "split"])
 def test_nothing_is_written_beside_the_output(kernel: str, heads: int, split_keys: int | None) -> None:
-    """The output is a stretch of a larger tensor, the rest of which stays as it was."""
+    """The output is a slice of a larger tensor, whose other elements do not change."""
     case = build(Spec(tokens=3, heads=heads, entry_lengths=(300, 0, 5), split_keys=split_keys), "cuda")
     check_surroundings(case, lambda case, out: case.run(impl=kernel, out=out))
 
 
 def test_a_request_as_served(kernel: str) -> None:
-    """V4-Flash at 128K of context and batch 67: CSA with the list that top-k gives, every length another."""
+    """V4-Flash at 128K of context and batch 67: CSA with top-k lists, every length different."""
     lengths = tuple(512 if t % 3 else 37 * t % 512 for t in range(67))
     case = build(Spec(tokens=67, entries=512, entry_lengths=lengths, split_keys=512), "cuda")
     poison(case)
@@ -155,7 +155,7 @@ def test_a_prefill_chunk(kernel: str, dense: bool, fp8: bool) -> None:
 
 @pytest.fixture
 def much_memory() -> Iterator[None]:
-    """Two tables, or q and an output, of 8 to 9 GB each."""
+    """Skips unless the GPU has room for two tables, or q and an output, of 8 to 9 GB each."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip(f"needs 24 GiB of free GPU memory; there are {torch.cuda.mem_get_info()[0] >> 30}")
     yield
@@ -168,7 +168,7 @@ FAR = ("csa_512-fp8", "holes-bf16", "hca_32k-fp8", "hca_32k-bf16", "split_256-fp
 @pytest.mark.parametrize("times", [1, 60], ids=["few_tokens", "many_tokens"])
 @pytest.mark.parametrize("name", FAR)
 def test_rows_beyond_32_bits(kernel: str, much_memory: None, name: str, times: int) -> None:
-    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    """Offsets of rows need 64 bits, in bytes and in elements, in the window's table and in the entries' table."""
     case = build(CASES[name], "cuda").take(list(range(CASES[name].tokens)) * times)
     expected = case.run(impl=kernel)
     check(case, expected)
@@ -198,7 +198,7 @@ INVARIANT = (
 @pytest.mark.parametrize("batch", [1, 2, 3, 16, 64, 131, 132, 133, 257, 600])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_a_token_has_the_same_bits_in_any_batch(kernel: str, name: str, batch: int) -> None:
-    """In another order, at every place, with others beside it."""
+    """A token has the same bits at any position of any batch."""
     case = build(CASES[name], "cuda")
     out = case.run(impl=kernel)
     order = torch.randint(0, case.spec.tokens, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
@@ -209,7 +209,7 @@ def test_a_token_has_the_same_bits_in_any_batch(kernel: str, name: str, batch: i
 def test_sub_splits_of_which_the_first_is_longer_have_the_bits_of_the_whole(
     kernel: str, heads: int, entries: int
 ) -> None:
-    """On a Hopper GPU the CTAs of the others prefetch partial results while they wait for the first one."""
+    """On Hopper, the later sub-splits' CTAs prefetch partial results while they wait for the first sub-split's."""
     case = build(Spec(tokens=16, heads=heads, entry_lengths=(entries,), split_keys=1152), "cuda")
     expected = case.run(impl=kernel, split_keys=None)
     for _ in range(100):
@@ -218,7 +218,7 @@ def test_sub_splits_of_which_the_first_is_longer_have_the_bits_of_the_whole(
 
 @pytest.mark.parametrize("split_keys", [None, 128, 512])
 def test_the_width_of_lists_and_tables_is_not_seen(kernel: str, split_keys: int | None) -> None:
-    """What counts is `visible`: the batch's longest context widens the page table of all."""
+    """`visible` determines the bits: the longest context of the batch widens every request's page table."""
     listed = build(Spec(entry_lengths=(500, 3, 130), split_keys=split_keys), "cuda")
     rows = listed.entry_arguments["entry_indices"]
     wider = torch.nn.functional.pad(rows, (0, 524), value=2**31 - 1)
@@ -230,7 +230,7 @@ def test_the_width_of_lists_and_tables_is_not_seen(kernel: str, split_keys: int 
 
 @pytest.mark.parametrize("name", [name for name, spec in CASES.items() if spec.fp8])
 def test_unpacked_rows_give_the_same_bits(kernel: str, name: str) -> None:
-    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    """FP8 rows and the bf16 rows unpacked from them give the same bits."""
     case = build(CASES[name], "cuda")
     plain = case.unpacked(functools.partial(unpack_pages, impl=kernel))
     assert same_bits(case.run(impl=kernel), plain.run(impl=kernel))
@@ -265,7 +265,7 @@ def test_two_streams_do_not_meet(kernel: str) -> None:
 
 
 def inputs(case: Case) -> list[Tensor]:
-    """Every tensor of a case."""
+    """All tensors of a case."""
     tables = [table.storage for table in (case.window, case.entries) if table is not None]
     lists = [case.window_rows, *(v for v in case.entry_arguments.values() if isinstance(v, Tensor))]
     return [case.q, *tables, *lists, *([] if case.sink is None else [case.sink])]
@@ -273,10 +273,10 @@ def inputs(case: Case) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["csa_512-fp8", "csa_1024-bf16", "hca_32k-fp8", "split_128-fp8", "hca_1m_split-fp8"])
 def test_a_graph_replays_with_other_inputs(kernel: str, name: str) -> None:
-    """Other rows, lists and lengths in the same places; eager calls in between do not disturb it."""
+    """A replay reads new rows, lists and lengths at the same addresses; eager calls in between do not change it."""
     live = build(CASES[name], "cuda")
     spec = live.spec
-    longest = max(spec.entry_lengths)  # which the widths follow from
+    longest = max(spec.entry_lengths)  # it determines the widths
     shorter = replace(spec, entry_lengths=(longest, *(n // 2 for n in spec.entry_lengths[1:])))
     others = [build(spec, "cuda", 1), build(shorter, "cuda", 2), build(spec, "cuda", 3)]
     expected = [case.run(impl=kernel) for case in others]
@@ -358,7 +358,7 @@ def test_fp32_queries_and_mixed_formats_are_refused(kernel: str) -> None:
 
 
 def test_the_reference_agrees_on_the_gpu(kernel: str) -> None:
-    """What the kernels are held against elsewhere (the CPU, the emulator) is the same definition."""
+    """The reference, to which the CPU's and the emulator's tests compare kernels, gives the same values on a GPU."""
     case = build(CASES["csa_512-fp8"], "cuda")
     check(case, case.run(impl="ref"), reference(case))
 

@@ -1,11 +1,11 @@
 """The Blackwell attention kernel in the emulator (tests/emulator), over the hard cases of attention_cases.py.
 
-Every launch runs with all checks of the emulator on: races, missing proxy and tcgen05 fences, reads of what nobody
-wrote, accesses outside of tensors. The adversary's schedule changes from case to case; the same bits under every
-schedule, in every batch and on any number of multiprocessors are tested by themselves. Beside it the compile gate:
-registers, stack and shared memory of the cubins, and the forms of instructions that occur.
+Every launch runs with all checks of the emulator on: races, missing proxy and tcgen05 fences, reads of uninitialised
+memory, accesses outside of tensors. The adversarial schedule changes from case to case; separate tests show equal bits
+under every schedule, in every batch and on any number of multiprocessors. The compile gate checks registers, stack and
+shared memory of the cubins, and the forms of instructions that occur.
 
-What passes is functionally verified by emulation; it did not run on a B200.
+These tests verify the kernel by emulation; it has not run on a B200.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_case(name: str) -> None:
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n >= 16 else ()) for n in range(400)])
 def test_random_case(seed: int) -> None:
-    """With the same bits on few multiprocessors."""
+    """The values are right, and the bits are equal on few multiprocessors."""
     case = build(random_spec(seed), seed=seed)
     result, _ = launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
     check(case, result)
@@ -77,14 +77,14 @@ SERVED = {
 
 @pytest.mark.parametrize("name", SERVED)
 def test_as_served(name: str) -> None:
-    """Lighter stand-ins for the slow cases: 8,192 entries, a long list for a pair of CTAs, CTAs with many tokens."""
+    """Smaller versions of the slow cases: 8,192 entries, a long list for a pair of CTAs, CTAs with many tokens."""
     case = build(SERVED[name])
     result, _ = launch(case, multiprocessors=7)
     check(case, result)
 
 
 def test_weights_never_exceed_one() -> None:
-    """Where O is not rescaled with every maximum; values of 2**120 times larger weights would overflow."""
+    """Values of 2**120, where O is not rescaled for every maximum: weights above 1 would overflow."""
     case = build(Spec(tokens=8, window_lengths=(3,), entry_lengths=(512,), holes=0.95, scales="extreme"))
     result, _ = launch(case)
     check(case, result)
@@ -119,7 +119,7 @@ POOLS = {
 
 @pytest.mark.parametrize("name", POOLS)
 def test_rows_beyond_32_bits(name: str) -> None:
-    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    """Offsets of rows need 64 bits, in bytes and in elements, in the window's table and in the entries' table."""
     case = build(POOLS[name])
     check(case, launch(case.spread())[0])
 
@@ -133,7 +133,7 @@ def test_q_and_outputs_beyond_32_bits(split_keys: int | None) -> None:
 
 
 def test_partial_results_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second token's are behind room for all KV splits that the first one could have; nobody touches most of it."""
+    """The second token's scratch slots follow those of all possible KV splits of the first; most are unused."""
     from dsv4_kernels.sparse_attention import scratch
 
     case = build(Spec(tokens=2, heads=16, window=0, window_lengths=(0,), entry_lengths=(200, 300), split_keys=128))
@@ -168,7 +168,7 @@ UNPACKED = (
 
 @pytest.mark.parametrize("name", UNPACKED)
 def test_unpacked_rows_give_the_same_bits(name: str) -> None:
-    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    """FP8 rows and the bf16 rows unpacked from them give the same bits."""
     case = build(CASES[name])
     plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm100"))
     assert same_bits(launch(case)[0], launch(plain)[0])
@@ -176,7 +176,7 @@ def test_unpacked_rows_give_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lengths_of_both-fp8", "heads_128-fp8", "split_128-bf16", "split_128_heads-fp8"])
 def test_the_same_bits_under_every_schedule(name: str) -> None:
-    """Whoever comes first, last, or alone on one multiprocessor."""
+    """The bits are equal for every order of CTAs, and on a single multiprocessor."""
     case = build(CASES[name])
     expected, _ = launch(case)
     for (schedule, seed), multiprocessors in zip(
@@ -188,7 +188,7 @@ def test_the_same_bits_under_every_schedule(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def errors() -> Iterator[dict[str, dict[str, float]]]:
-    """What the slow cases measure; DSV4_WRITE_RESULTS=1 makes it the committed result."""
+    """The errors that the slow cases measure; DSV4_WRITE_RESULTS=1 writes them to the committed result."""
     measured: dict[str, dict[str, float]] = {}
     yield measured
     if os.environ.get("DSV4_WRITE_RESULTS") and len(measured) == len(CASES):
@@ -201,7 +201,7 @@ def errors() -> Iterator[dict[str, dict[str, float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_under_more_schedules(name: str, errors: dict[str, dict[str, float]]) -> None:
-    """Other contents than above; and the error beside bf16 PyTorch's in the Frobenius norm, where chance cancels."""
+    """Other contents; the error relative to bf16 PyTorch's, in the Frobenius norm, where random errors average out."""
     case = build(CASES[name], seed=1)
     expected, _ = launch(case)
     exact = reference(case)
@@ -229,7 +229,7 @@ MUTATED = {
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
-    """Every deletion but those explained in emulator/results/mutation_reasons.json."""
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     _, device = launch(build(MUTATED[name]), multiprocessors=2, record=True)
     rates = attention_launch.delete_synchronisation(name, device)
     assert rates and set(rates.values()) == {1}
@@ -237,7 +237,7 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["csa_512-bf16", "split_512-fp8", "split_8_heads-fp8", "split_128_heads-fp8"])
 def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
-    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    """A token has the same bits at any position of any batch, and on other numbers of multiprocessors."""
     case = build(CASES[name])
     out, _ = launch(case)
     for batch, multiprocessors in ((1, 148), (3, 2), (17, 4)):
@@ -266,7 +266,7 @@ def recorded() -> dict:
 
 
 def test_resources_are_the_recorded_ones() -> None:
-    """No spills, and no register or byte more than benchmarks/results says (written by the script of that name)."""
+    """No spills, and at most the registers and bytes in benchmarks/results (written by the script of that name)."""
     from lib.sparse_attention_sm100_static import all_resources
     from ptx_emulator import emulated
 
@@ -282,7 +282,7 @@ def test_resources_are_the_recorded_ones() -> None:
 
 
 def test_compiles_for_b300() -> None:
-    """benchmarks/README_B200.md names it."""
+    """The kernel compiles for B300, which benchmarks/README_B200.md names."""
     from lib.cubin import resources
     from ptx_emulator import emulated
 
@@ -311,10 +311,10 @@ def test_an_old_compiler_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_static_bounds() -> None:
-    """Large cases are bound by what they move; instructions, as PTX counts them, take less than shared memory does.
+    """Data movement bounds large cases; the instructions in the PTX take less time than the shared memory port.
 
-    For pairs of CTAs nothing on the chip takes more than 1.25 of the tensor core's floor. Nothing takes more than 1.25
-    of the larger of that floor and HBM's, but for 1M tokens of HCA with 64 heads.
+    For pairs of CTAs no unit of the chip takes more than 1.25 of the tensor core's floor. No unit takes more than 1.25
+    of the larger of that floor and HBM's, except for 1M tokens of HCA with 64 heads.
     """
     from lib.sparse_attention_sm100_static import CASES as STATIC_CASES
     from lib.sparse_attention_sm100_static import UNITS, cycles_of

@@ -1,12 +1,12 @@
 """The Hopper attention kernel in the emulator (tests/emulator), over the hard cases of attention_cases.py.
 
 Every launch runs with all checks of the emulator on: races, missing proxy fences, registers that wgmma still uses,
-reads of what nobody wrote, accesses outside of tensors. The adversary's schedule changes from case to case; the same
-bits under every schedule, in every batch and on any number of multiprocessors are tested by themselves. Beside it the
-compile gate: registers, stack, shared memory and asynchrony of the cubins.
+reads of uninitialised memory, accesses outside of tensors. The adversarial schedule changes from case to case; separate
+tests show equal bits under every schedule, in every batch and on any number of multiprocessors. The compile gate checks
+registers, stack, shared memory and asynchrony of the cubins.
 
-What is not slow needs few kernels, because compiling takes the time. On a GPU the same cases run with
-test_sparse_attention_gpu.py.
+Quick tests need few kernels, because compiling takes most of the time. On a GPU test_sparse_attention_gpu.py runs the
+same cases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
 QUICK = ((True, "LIST", False), (True, "LIST", True), (False, "PAGES", False))
-"""(FP8 rows, entries, divided): compiling one takes longer than all its cases."""
+"""(FP8 rows, entries, divided) of the quick kernels: compiling one takes longer than all its cases."""
 
 
 def is_quick(spec: Spec) -> bool:
@@ -50,12 +50,12 @@ def is_quick(spec: Spec) -> bool:
 
 
 def with_marks(names: Collection[str]) -> list:
-    """Parameters; slow are the long ones and those that need further kernels."""
+    """Parameters of cases; long cases and those that need further kernels are slow."""
     return with_slow_marks(names, [n for n in names if is_quick(CASES[n]) and not n.startswith(LONG)])
 
 
 def with_slow_marks(values: Iterable, quick: Collection) -> list:
-    """Parameters; slow are all that are not quick."""
+    """Parameters of cases; all that are not in `quick` are slow."""
     return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
 
 
@@ -65,8 +65,11 @@ def launch(case: Case, multiprocessors: int = 132, **options: object) -> Tensor:
 
 
 def launch_on(case: Case, multiprocessors: int, clusters: bool = False, **options: object) -> tuple[Tensor, Device]:
-    """The same, and the emulated device. Few tokens have the kernel of clusters only if asked for, and few heads the
-    kernels of many (their own: test_sparse_attention_few_heads.py)."""
+    """(result of one call, emulated device).
+
+    Few tokens use the cluster kernel only if `clusters`; few heads use the kernels for many (their own kernel is in
+    test_sparse_attention_few_heads.py).
+    """
     from ptx_emulator import Checks
 
     from dsv4_kernels.sparse_attention.sm90 import cluster
@@ -93,7 +96,7 @@ def test_case(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_case_under_another_schedule(name: str) -> None:
-    """Other contents, too."""
+    """The same cases with other contents."""
     case = build(CASES[name], seed=1)
     seed = list(CASES).index(name)
     check(case, launch(case, schedule=SCHEDULES[(seed + 1) % len(SCHEDULES)], seed=1000 + seed))
@@ -104,7 +107,7 @@ RANDOM = range(120)
 
 @pytest.mark.parametrize("seed", with_slow_marks(RANDOM, [n for n in RANDOM if is_quick(random_spec(n))][:20]))
 def test_random_case(seed: int) -> None:
-    """With the same bits on few multiprocessors, and by clusters or not."""
+    """The values are right, and the bits are equal on few multiprocessors and by the cluster kernel."""
     case = build(random_spec(seed), seed=seed)
     result, _ = launch_on(case, 132, clusters=seed % 2 == 0, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed)
     check(case, result)
@@ -144,12 +147,12 @@ POOLS = {
     "list_fp8_clusters": (Spec(tokens=4, heads=16, entry_lengths=(70, 3)), True),
     "pages_bf16": (Spec(tokens=4, heads=16, entry_lengths=(70, 3), dense=True, fp8=False), False),
 }
-"""And whether clusters compute it."""
+"""(case, whether the cluster kernel computes it)."""
 
 
 @pytest.mark.parametrize("name", POOLS)
 def test_rows_beyond_32_bits(name: str) -> None:
-    """Neither their bytes nor their elements can be counted in 32 bits, in the window's table and in the entries'."""
+    """Offsets of rows need 64 bits, in bytes and in elements, in the window's table and in the entries' table."""
     spec, clusters = POOLS[name]
     case = build(spec)
     result, _ = launch_on(case.spread(), 132 if clusters else 4, clusters)
@@ -166,7 +169,7 @@ def test_q_and_outputs_beyond_32_bits(name: str) -> None:
 
 
 def test_more_kv_splits_than_multiprocessors_are_refused() -> None:
-    """The CTAs that combine a token wait for each other, so they must all be resident."""
+    """CTAs that combine a token wait for each other, so all must be resident."""
     case = build(Spec(tokens=1, heads=65, entry_lengths=(200,), split_keys=128))
     with pytest.raises(ValueError, match="into 3 KV splits, times 2 blocks of heads; expected at most 5 CTAs"):
         launch(case, multiprocessors=5)
@@ -177,7 +180,7 @@ def test_more_kv_splits_than_multiprocessors_are_refused() -> None:
 
 
 def multiprocessors_for(case: Case) -> tuple[int, ...]:
-    """Plenty, as few as can be, and a number that divides nothing."""
+    """Many multiprocessors, the fewest possible, and a number that divides no count of work tiles."""
     problem = case.problem()
     fewest = problem.max_kv_splits * -(-problem.num_heads // 64) if problem.max_kv_splits > 1 else 1
     return 132, fewest, fewest + 2
@@ -190,12 +193,12 @@ UNPACKED = [
         for name in ("window_lengths-fp8", "hca_32k-fp8", "dense_lengths-fp8")
     ),
 ]
-"""Of lists the kernels are compiled for other cases, but one; the slow ones need others."""
+"""Other cases compile the kernels with lists too, except one; the slow cases need further kernels."""
 
 
 @pytest.mark.parametrize("name", UNPACKED)
 def test_unpacked_rows_give_the_same_bits(name: str) -> None:
-    """A chunk may read FP8 rows, or bf16 rows that were made of them: nobody can tell by the results."""
+    """FP8 rows and the bf16 rows unpacked from them give the same bits."""
     case = build(CASES[name])
     plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm90"))
     assert same_bits(launch(case), launch(plain))
@@ -205,7 +208,7 @@ def test_unpacked_rows_give_the_same_bits(name: str) -> None:
 
 
 def fits_a_cluster(spec: Spec) -> bool:
-    """Whether a token of the case may have a CTA for every step, and not several KV splits."""
+    """Whether the case can use the cluster kernel: a CTA for every step of a token, and a single KV split."""
     problem = build(spec).problem()
     return problem.max_kv_splits == 1 and problem.max_steps <= 9
 
@@ -224,13 +227,13 @@ QUICK_CLUSTERED = (
     "name", [pytest.param(n, marks=() if n in QUICK_CLUSTERED else pytest.mark.slow) for n in CLUSTERED]
 )
 def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With any channel split, and more clusters than multiprocessors have room for."""
+    """The bits are equal for every channel split, and with more clusters than are resident."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
     from dsv4_kernels.sparse_attention.sm90.plan import CHANNEL_SPLITS, Split
 
     case, seed = build(CASES[name]), list(CASES).index(name)
     expected = launch(case)
-    for channel_splits in CHANNEL_SPLITS[Split.STEPS]:  # the emulator takes its time where every st.async may come late
+    for channel_splits in CHANNEL_SPLITS[Split.STEPS]:  # slow in the emulator, where every st.async may be delayed
         monkeypatch.setattr(sm90, "_channel_splits_of_clusters", lambda problem, n=channel_splits: n)
         result, device = launch_on(case, 132, clusters=True, schedule="random_warps", seed=seed)
         assert same_bits(expected, result), channel_splits
@@ -244,7 +247,7 @@ def test_clusters_have_the_bits_of_the_other_kernel(monkeypatch: pytest.MonkeyPa
 def test_ctas_that_wait_for_each_other_are_launched_together(
     monkeypatch: pytest.MonkeyPatch, name: str, waits: bool
 ) -> None:
-    """A cooperative launch: else some could wait, on all of what another kernel left, for others that find no place."""
+    """The launch is cooperative: otherwise resident CTAs could wait for CTAs that never become resident."""
     from cutlass.cutlass_dsl import cutlass as dsl
 
     from dsv4_kernels.host import compile_cache
@@ -263,7 +266,7 @@ def test_ctas_that_wait_for_each_other_are_launched_together(
 
 
 def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
-    """As many channel splits as have room at once; with less room, fewer of them or the other kernel."""
+    """A launch has as many channel splits as fit at once; with less room fewer, or the persistent kernel."""
     case = build(Spec(tokens=2, heads=65, entry_lengths=(300, 5)))  # 4 steps
     grids = {}
     for multiprocessors in (64, 63, 32, 31):
@@ -286,7 +289,7 @@ def test_few_tokens_with_few_keys_are_computed_by_clusters() -> None:
     ids=["three_steps", "csa_512-fp8", "list_lengths-bf16", "csa_1024-fp8"],
 )
 def test_clusters_under_every_schedule(spec: Spec, schedule: str) -> None:
-    """Three CTAs of which one has nothing to do, or as many as there can be."""
+    """A cluster of three CTAs of which one is idle, and the largest cluster."""
     case = build(spec, seed=2)
     expected = launch(case)
     for seed in range(2):
@@ -298,13 +301,13 @@ SAME_BITS = (
     *("heads_65-fp8", "split_128-fp8", "split_128_heads-fp8"),
     *("whole_tokens_of_kv_splits-fp8", "sub_splits-fp8", "sub_splits_of_kv_splits-fp8"),
 )
-"""The second one: more than three work tiles a CTA, so that scratch slots are used again. The last three: on few
-multiprocessors tokens are left whole, or KV splits, on many they are divided into sub-splits."""
+"""The second case has more than three work tiles a CTA, so that scratch slots are reused. In the last three, tokens or
+KV splits stay whole on few multiprocessors and are divided into sub-splits on many."""
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_the_same_bits_under_every_schedule(name: str) -> None:
-    """Whoever comes first or last, on however many multiprocessors."""
+    """The bits are equal for every order of CTAs, on any number of multiprocessors."""
     case = build(CASES[name])
     expected = launch(case)
     for schedule, multiprocessors in zip(SCHEDULES, multiprocessors_for(case)[::-1], strict=True):
@@ -314,7 +317,7 @@ def test_the_same_bits_under_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("multiprocessors", [132, 20, 8])
 def test_sub_splits_have_the_bits_of_the_whole(multiprocessors: int) -> None:
-    """Sub-splits of one step, of several, and none, against the kernel that does not divide tokens."""
+    """Sub-splits of one step, of several steps, and none, compared with the kernel that does not divide tokens."""
     divided = build(Spec(tokens=2, entry_lengths=(1024, 300), split_keys=1280))
     whole = replace(divided, spec=replace(divided.spec, split_keys=None))
     assert same_bits(launch(divided, multiprocessors), launch(whole))
@@ -323,11 +326,11 @@ def test_sub_splits_have_the_bits_of_the_whole(multiprocessors: int) -> None:
 @pytest.mark.parametrize(
     "spec, multiprocessors, ctas, results",
     [
-        # [2, 1, 1, 1] steps: three CTAs prefetch three partial results, and not the first one.
+        # [2, 1, 1, 1] steps: three CTAs prefetch the three partial results after the first.
         (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 4, 3, 3),
-        # [2] and seven of one step; two blocks of heads.
+        # [2] steps and seven sub-splits of one step; two blocks of heads.
         (Spec(tokens=1, heads=65, entry_lengths=(1024,), split_keys=1280), 16, 7, 7),
-        # No room: [3, 2, 2, 2] steps, six results of eleven columns. All of one step.
+        # No room to prefetch: [3, 2, 2, 2] steps, six results of eleven columns. Then all sub-splits of one step.
         (Spec(tokens=1, heads=16, entry_lengths=(1024,), split_keys=1280), 4, 0, 0),
         (Spec(tokens=1, heads=16, entry_lengths=(512,), split_keys=1280), 5, 0, 0),
     ],
@@ -336,8 +339,11 @@ def test_sub_splits_have_the_bits_of_the_whole(multiprocessors: int) -> None:
 def test_partials_are_prefetched_before_a_longer_first_sub_split_is_written(
     spec: Spec, multiprocessors: int, ctas: int, results: int
 ) -> None:
-    """The bits of the whole under every schedule; and it is seen by the copies of consumers, of 16 bytes a lane: a
-    partial result's columns and, for every CTA, its row maxima and row sums."""
+    """Prefetching gives the bits of an undivided token under every schedule.
+
+    It is recognised by the consumers' copies of 16 bytes a lane: a partial result's columns and, for every CTA, its row
+    maxima and row sums.
+    """
     case = build(spec)
     whole = launch(replace(case, spec=replace(spec, split_keys=None)))
     check(case, whole)
@@ -380,7 +386,7 @@ def test_the_same_bits_under_more_schedules(name: str) -> None:
 
 @pytest.mark.parametrize("name", with_marks(["list_lengths-fp8", "split_8_heads-fp8", "split_512-bf16"]))
 def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
-    """In another order, at every place, with others beside it, on other numbers of multiprocessors."""
+    """A token has the same bits at any position of any batch, and on other numbers of multiprocessors."""
     case = build(CASES[name])
     out = launch(case)
     for batch, multiprocessors in zip((1, 3, 11), multiprocessors_for(case), strict=True):
@@ -389,7 +395,7 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str) -> None:
 
 
 def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of more tokens than a launch may divide."""
+    """A call with more tokens than a launch may divide."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     case = build(CASES["split_8_heads-fp8"])
@@ -399,7 +405,7 @@ def test_the_same_bits_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every launch begins at its own tokens in each list: requests, lengths, rows and results."""
+    """Every launch of a divided call starts at its own tokens in requests, lengths, rows and results."""
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     monkeypatch.setattr(sm90, "MAX_SPLIT_TOKENS", 2)
@@ -420,10 +426,10 @@ def test_the_width_of_lists_and_tables_is_not_seen(dense: bool, split_keys: int 
     assert same_bits(launch(wider), launch(case))
 
 
-# Eight tokens of one to four KV splits on four multiprocessors, so that scratch slots are used again; one token whose
-# channels four of them divide; one token whose sub-splits prefetch partial results; whole tokens of bf16 rows, two or
-# three a multiprocessor; and clusters, of tokens with three steps, two and one. With the share of deleted fences that
-# is noticed.
+# Eight tokens of one to four KV splits on four multiprocessors, so that scratch slots are reused; one token whose
+# channels four CTAs divide; one token whose sub-splits prefetch partial results; whole tokens of bf16 rows, two or
+# three a multiprocessor; and clusters of tokens with three steps, two and one. Each with the share of deleted fences
+# that is noticed.
 MUTATED = {
     "sparse_attention_sm90": (
         Spec(tokens=8, window_lengths=(128, 3), entry_lengths=(200, 5, 700), split_keys=256),
@@ -443,7 +449,7 @@ MUTATED = {
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("name", MUTATED)
 def test_deleted_synchronisation_is_noticed(name: str) -> None:
-    """All but the proxy fence between cp.async and wgmma, which the emulator does not ask for."""
+    """Every deletion is noticed, except the proxy fence from cp.async to wgmma, which the emulator does not enforce."""
     spec, fences = MUTATED[name]
     clusters = name.endswith("clusters")
     _, device = launch_on(build(spec), multiprocessors=18 if clusters else 4, clusters=clusters, record=True)
@@ -456,7 +462,7 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 
 
 def gate(configuration: Configuration) -> dict[str, int]:
-    """Compiles a configuration and compares it with the record, which is what it says of it."""
+    """The static numbers of a compiled configuration, after comparing them with the record."""
     from lib.sparse_attention_sm90_static import RESULTS, static_numbers
     from ptx_emulator import emulated
 
@@ -471,12 +477,12 @@ def gate(configuration: Configuration) -> dict[str, int]:
 
 
 def registers_at_launch(threads: int) -> int:
-    """Of a thread: 65,536 are divided in eights."""
+    """Registers of a thread at launch: 65,536 divided among the threads, in multiples of 8."""
     return 65536 // threads // 8 * 8
 
 
 def test_no_more_registers_are_moved_than_there_are() -> None:
-    """setmaxnreg would wait for ever: a CTA has what it was launched with."""
+    """Otherwise setmaxnreg would wait forever: a CTA has only the registers of its launch."""
     from dsv4_kernels.sparse_attention.sm90.launch import configurations
 
     for configuration in configurations():
@@ -502,7 +508,7 @@ GATED = {
         for channel_splits in (1, 4 if split else 2)
     ),
 }
-"""A prefill's of CSA, and some that the quick cases compile."""
+"""Configurations of a CSA prefill, and some that the quick cases compile."""
 
 
 @pytest.mark.parametrize(
@@ -510,7 +516,7 @@ GATED = {
     [pytest.param(*c, marks=() if c in GATED else pytest.mark.slow) for c in CONFIGURATIONS],
 )
 def test_compiled(fp8_rows: bool, entries: str, split: str, channel_splits: int) -> None:
-    """No register, byte of the stack or of code more than benchmarks/results says; wgmma runs asynchronously."""
+    """Registers, stack and code are at most those in benchmarks/results; wgmma runs asynchronously."""
     from dsv4_kernels.sparse_attention.sm90.plan import Configuration, Entries, Split
 
     configuration = Configuration(fp8_rows, Entries[entries], Split[split], channel_splits)

@@ -17,7 +17,7 @@ PAGE = 256
 
 
 def layout(tokens: int) -> StepLayout:
-    """Flash's, with rings for that many tokens a step."""
+    """Flash's layout, with rings for `tokens` tokens a step."""
 
     def rows(needed: int) -> int:
         return 1 << (needed - 1).bit_length()
@@ -27,7 +27,7 @@ def layout(tokens: int) -> StepLayout:
 
 
 def table(slots: int, pages: int, seed: int = 0) -> Tensor:
-    """SGLang's table: random pages, the token slots of a page in a row."""
+    """SGLang's table of token slots: random pages, the token slots of a page consecutive."""
     numbers = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(seed)).view(slots, pages) + 1
     return (numbers[:, :, None] * PAGE + torch.arange(PAGE)).view(slots, -1).int()
 
@@ -41,7 +41,7 @@ CASES = {
     "verify_with_padding": (6, [0, 1, 0, 0], [6, 1, 0, 0]),
     "blocks": (5, [1, 2, 127, 128, 129, 254, 0, 0], [3, 1, 5, 2, 4, 6, 0, 0]),
 }
-"""Tokens a request, first positions, slots. "blocks" are a DSpark draft's, which has rings only."""
+"""Tokens a request, first positions, request slots. "blocks" are a DSpark draft's, which has rings only."""
 
 
 def inputs(name: str) -> tuple[Tensor, Tensor, Tensor, int, int, int, StepLayout]:
@@ -61,7 +61,7 @@ def tensors(mapping: StepMapping) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_address_follows_from_its_position(name: str) -> None:
-    """Of every token and every group that closes, worked out one by one."""
+    """Every token's and every closed group's addresses, computed one by one."""
     first, slots, req_to_token, k, pages, num_slots, dims = inputs(name)
     found = step_mapping(*inputs(name))
     for b, (begin, slot) in enumerate(zip(first.tolist(), slots.tolist(), strict=True)):
@@ -122,7 +122,7 @@ def test_it_may_begin_early(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kernel_finds_slots_beyond_32_bits() -> None:
-    """SGLang's table has a row of the longest context for every request that may run, in rows that may be longer."""
+    """SGLang's table has a row of the longest context for every request that may run; rows may be longer still."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from ptx_emulator import emulated
 

@@ -1,4 +1,4 @@
-"""Unpacking FP8 rows: the reference against values worked out from the bits, and the kernel, emulated, against it."""
+"""Unpacking FP8 rows: the reference against values computed from the bits, and the emulated kernel against it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ NAN = float("nan")
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:
-    """float64 -> bits of the nearest bf16, ties to even, subnormals and infinity included; by the format's spacing."""
+    """Bits of the nearest bf16 of a float64, ties to even, with subnormals and infinity; from the format's spacing."""
     magnitude = np.abs(x)
     exponent = np.maximum(np.frexp(np.where(magnitude, magnitude, 2.0**-126))[1] - 1, -126)
-    steps = np.round(magnitude / np.exp2(exponent - 7.0)).astype(np.int64)  # of a normal number 128 to 256
+    steps = np.round(magnitude / np.exp2(exponent - 7.0)).astype(np.int64)  # 128 to 256 for a normal number
     bits = np.minimum(steps + (exponent + 126) * 128, 0x7F80)
     return np.where(np.signbit(x), bits | 0x8000, bits).astype(np.uint16)
 
 
 def every_code_and_scale() -> tuple[KVRows, np.ndarray]:
-    """A table of 255 rows in which all codes but NaN occur, and each scale byte but NaN in each of the seven groups, in
-    no row twice; and the bits of its channels that are not rotated."""
+    """(table of 255 rows, bits of its channels that are not rotated).
+
+    All codes but NaN occur, and each scale byte but NaN in each of the seven scale groups, in no row twice.
+    """
     codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
     rows = KVRows.allocate(255, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
     data, scales = rows._split_pages()
@@ -52,7 +54,7 @@ def as_bits(rows: Tensor) -> np.ndarray:
 
 
 def filled(num_rows: int, named: Tensor, seed: int = 0) -> KVRows:
-    """Noise in the named rows, NaN in the others; pages have gaps, and those of another seed have others."""
+    """Parts with noise in the named rows and NaN in the others; gaps between pages depend on the seed."""
     rows = KVRows.allocate(num_rows, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
     rows.scatter(named, torch.randn(len(named), 512, generator=torch.Generator().manual_seed(seed)).bfloat16())
     return replace(rows, storage=strided(rows.storage, 0, page_gap(seed)))
@@ -71,7 +73,7 @@ PAGES = {
     "only_holes": (64, [-1]),
     "one_row": (1, [130]),
 }
-"""Rows of a page, and pages: counts that are no multiple of what a CTA makes, in no order."""
+"""(rows of a page, page numbers): counts that are not multiples of a CTA's rows, pages in no order."""
 
 
 def named_rows(pages: list[int], rows_per_page: int) -> list[int]:
@@ -96,7 +98,7 @@ def test_every_code_with_every_scale() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_lie_side_by_side(name: str) -> None:
-    """What no page names is NaN; what a hole names, and what lies behind the rows, stays as it was."""
+    """Rows that no page names are NaN; the rows of negative pages and the rows after the last do not change."""
     rows_per_page, pages = PAGES[name]
     named = torch.tensor(named_rows(pages, rows_per_page))
     rows = filled(300, named[named >= 0].unique())
@@ -119,7 +121,7 @@ def test_no_pages_are_no_rows() -> None:
 
 
 def two_parts(names: tuple[str, str] = ("rows", "holes")) -> list[Pages]:
-    """Of two tables with pages of two sizes; NaN in the rows that are not named."""
+    """Two tables with pages of two sizes; NaN in the rows that are not named."""
     parts = []
     for seed, name in enumerate(names):
         rows_per_page, pages = PAGES[name]
@@ -181,7 +183,7 @@ def test_the_kernel_makes_the_same_bits(kernel: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_kernel_finds_the_pages(kernel: str, name: str) -> None:
-    """Into rows that lie apart; what is between and behind them stays as it was. Page numbers of two widths."""
+    """Output rows with gaps: the gaps and the rows after the last do not change. Page numbers in two integer dtypes."""
     rows_per_page, pages = PAGES[name]
     named = torch.tensor(named_rows(pages, rows_per_page))
     rows = filled(300, named[named >= 0].unique(), seed=1)
@@ -196,7 +198,7 @@ def test_the_kernel_finds_the_pages(kernel: str, name: str) -> None:
 
 @pytest.mark.parametrize("empty", [None, 0, 1])
 def test_the_kernel_makes_both_parts(kernel: str, empty: int | None) -> None:
-    """Or one of them, where the other has no pages."""
+    """Two parts, of which one may have no pages."""
     parts = two_parts()
     if empty is not None:
         parts[empty] = parts[empty]._replace(numbers=parts[empty].numbers[:0])
@@ -213,8 +215,8 @@ def test_it_may_begin_early(kernel: str) -> None:
 
 @pytest.mark.parametrize("names", [("pages_of_64", "holes"), ("rows", "pages_of_2")], ids="-".join)
 def test_the_kernel_finds_rows_beyond_32_bits(kernel: str, names: tuple[str, str]) -> None:
-    """Of the tables and of the output, where the second part begins behind them, and several CTAs of the first one, or
-    the rows of a thread."""
+    """Offsets beyond 32 bits in the tables and in the output: before the second part, between CTAs of the first part,
+    or between the rows of a thread."""
     first, second = (spread(part) for part in two_parts(names))
     expected = sentinels(first.num_rows + second.num_rows)
     unpack_pages([first, second], expected)
@@ -224,12 +226,12 @@ def test_the_kernel_finds_rows_beyond_32_bits(kernel: str, names: tuple[str, str
 
 
 def spread(part: Pages) -> Pages:
-    """Pages of which page 0 of the table is one and the others are so far behind it that 32 bits do not count them."""
+    """Pages of which one is page 0 and the others need 64-bit offsets."""
     table, last = part.table, len(part.table.storage) - 1
     step = -(-BEYOND_BYTES // (last * table.storage.stride(0)))
     large = sparse((last * step + 1, PAGE_BYTES), table.storage.stride(), torch.uint8)
     large[::step] = table.storage
-    numbers = PAGE_ROWS // part.rows_per_page  # a divisor of it here
+    numbers = PAGE_ROWS // part.rows_per_page  # rows_per_page divides it here
     moved = part.numbers // numbers * step * numbers + part.numbers % numbers
     where = torch.where(part.numbers < 0, part.numbers, moved)
     return part._replace(table=replace(table, storage=large, num_rows=PAGE_ROWS * len(large)), numbers=where)
@@ -244,7 +246,7 @@ def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
 
 
 def on_gpu(rows: KVRows) -> KVRows:
-    """With the same strides."""
+    """The same rows on the GPU, with the same strides."""
     gap = rows.storage.stride(0) - PAGE_BYTES
     return replace(rows, storage=strided(rows.storage, 0, gap, device="cuda"))
 
@@ -259,7 +261,7 @@ def test_the_gpu_makes_the_same_bits(kernel_here: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PAGES)
 def test_the_gpu_finds_the_pages(kernel_here: str, name: str) -> None:
-    """Eagerly, and out of a CUDA graph that is replayed with other pages."""
+    """Eager calls, and a CUDA graph that is replayed with other pages."""
     rows_per_page, pages = PAGES[name]
     rows = filled(300, torch.arange(300))
     lists = [torch.tensor(pages), torch.tensor(pages).flip(0)]
@@ -291,7 +293,7 @@ def test_the_gpu_makes_both_parts(kernel_here: str) -> None:
 
 @pytest.mark.gpu
 def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
-    """Of the table and of the output: 5 GB together."""
+    """Offsets beyond 32 bits in the table and in the output, 5 GB together."""
     num_pages = 2**31 // PAGE_BYTES + 2
     table = KVRows.allocate(64 * num_pages, RowFormat.FP8, 512, 64, torch.bfloat16, "cuda", 0.0)
     values = torch.randn(64, 512).bfloat16().cuda()
@@ -305,7 +307,7 @@ def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
     assert not unpacked.storage[: 2**21].any()
 
 
-# ---- when
+# ---- when it pays
 
 
 def test_what_pays() -> None:
@@ -315,13 +317,13 @@ def test_what_pays() -> None:
         return unpacking.pays(tokens + 127 + entries, tokens * (128 + read), heads)
 
     for heads in (FEW_HEADS + 1, 64, 128):
-        assert all(of_chunk(t, 8192, 512, heads) for t in (512, 4096))  # CSA: of 64 heads 28 and 225 us
-        assert all(of_chunk(t, 256, 256, heads) for t in (512, 4096))  # HCA: 17 and 109 us
-        assert all(of_chunk(t, 0, 0, heads) for t in (512, 4096))  # windows: 2 and 53 us
-    assert of_chunk(128, 8192, 512) and of_chunk(128, 256, 192)  # 7 and 5 us; unpacking takes 5 and 3
-    # A row is converted for every 64 heads: 192 tokens over a window.
+        assert all(of_chunk(t, 8192, 512, heads) for t in (512, 4096))  # CSA: saves 28 and 225 us with 64 heads
+        assert all(of_chunk(t, 256, 256, heads) for t in (512, 4096))  # HCA: saves 17 and 109 us
+        assert all(of_chunk(t, 0, 0, heads) for t in (512, 4096))  # windows: saves 2 and 53 us
+    assert of_chunk(128, 8192, 512) and of_chunk(128, 256, 192)  # saves 7 and 5 us; unpacking takes 5 and 3
+    # A row is converted once for every 64 heads, so 192 tokens over a window suffice with more heads.
     assert [of_chunk(192, 0, 0, heads) for heads in (40, 64, 65, 128)] == [False, False, True, True]
-    # Few heads have a kernel to which FP8 rows are dearer in nothing.
+    # The kernel for few heads is not slower over FP8 rows.
     assert not any(of_chunk(4096, 8192, 512, heads) for heads in range(1, FEW_HEADS + 1))
     assert [unpacking.helps(kernel) for kernel in ("ref", "sm90", "sm100")] == [True, True, False]
     assert not of_chunk(1, 8192, 512) and not of_chunk(256, 2**17, 512)

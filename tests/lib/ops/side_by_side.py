@@ -182,8 +182,7 @@ def two_launches_beside_a_kernel_that_holds_the_gpu(kernel: str, priorities: tup
 
 
 def a_launch_that_overtakes_another(kernel: str) -> None:
-    """As above with the second stream preferred: the GPU gives it free multiprocessors before the first launch's other
-    CTAs."""
+    """The second stream is preferred: the GPU gives it free multiprocessors before the first launch's other CTAs."""
     two_launches_beside_a_kernel_that_holds_the_gpu(kernel, priorities=(0, -1))
 
 

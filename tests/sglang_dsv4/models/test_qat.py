@@ -69,7 +69,7 @@ def record_run(served: Served) -> Run:
     return Run(served, tokens, record)
 
 
-@pytest.fixture(scope="module", params=["kv", "full"])
+@pytest.fixture(scope="module", params=[pytest.param("kv", marks=pytest.mark.slow), "full"])
 def fp32_run(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Run:
     return record_run(serve("flash-like", qat=request.param, **QUANTISABLE))
 

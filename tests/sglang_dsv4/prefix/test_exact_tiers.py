@@ -23,6 +23,9 @@ from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_dige
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
 
+QUICK_REMAINDERS = ("0-mod-4", "127-mod-128", "255-mod-256")
+"""The others are slow: they differ within a compression group, which `test_exact` has for all remainders."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,7 +71,13 @@ def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("remainder", REMAINDERS.values(), ids=REMAINDERS)
+@pytest.mark.parametrize(
+    "remainder",
+    [
+        pytest.param(remainder, marks=() if name in QUICK_REMAINDERS else pytest.mark.slow, id=name)
+        for name, remainder in REMAINDERS.items()
+    ],
+)
 def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -> None:
     """A shared prefix of 512 + remainder tokens, another end, and decoding over a page boundary.
 

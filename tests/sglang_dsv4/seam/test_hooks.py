@@ -149,7 +149,7 @@ FOREIGN = ("sglang", "torch")
 
 
 def changes(tree: ast.AST) -> list[str]:
-    """What a module does that could change SGLang's code: registers, sets attributes of what it imports, patches."""
+    """Statements of a module that could change SGLang's code: registrations, attributes set on imports, patches."""
     foreign, found = imported_from_sglang(tree), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -14,6 +14,7 @@ from model.small_geometry import GEOMETRY
 
 from dsv4_kernels import attention_calls, registry
 from dsv4_kernels.host import compile_cache
+from dsv4_kernels.host import launch as host_launch
 from dsv4_kernels.model_shapes import Option
 from dsv4_kernels.ops import forward_ops
 from dsv4_kernels.sparse_attention import sparse_attention
@@ -46,8 +47,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, bool]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(attention_calls, "compile_jobs", lambda model, arch: [])
-    for module in modules():
-        monkeypatch.setattr(module, "load_or_compile", remembered, raising=False)
+    monkeypatch.setattr(host_launch, "load_or_compile", remembered)
     return compiled
 
 
@@ -58,15 +58,6 @@ def jobs(config: Config, geometry: PoolGeometry = GEOMETRY) -> list[tuple[str, C
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_shapes.sequence_parallel, "may_be", lambda: False)
-
-
-def modules() -> list[object]:
-    """Modules that call `load_or_compile`: `host.launch`, and those that call it without it."""
-    from dsv4_kernels.host import launch
-    from dsv4_kernels.moe import gpu as moe
-    from dsv4_kernels.unpack import gpu as unpack
-
-    return [launch, moe, unpack]
 
 
 def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:
@@ -181,6 +172,7 @@ def test_they_compile(capability: tuple[int, int], arch: str, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(compile_cache, "_in_memory", {})
+    monkeypatch.setattr(attention_calls, "compile_jobs", lambda model, arch: [])  # they are found by calls on a GPU
     with emulated(arch=arch):
         for _, job in jobs(config()):
             job()
@@ -203,9 +195,10 @@ def test_jobs_of_the_attention_are_all_its_kernels(
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     shapes = implementation.attention_shapes(GEOMETRY, heads, CPU)
     model = SimpleNamespace(attention=shapes)
-    found = [*ATTENTION_JOBS(model, "sm_90a"), *attention_calls.unpack_compile_jobs(model, "sm_90a")]
+    with monkeypatch.context() as patch:
+        patch.setattr(host_launch, "load_or_compile", compile_cache.load_or_compile)  # which finds no kernel
+        found = [*ATTENTION_JOBS(model, "sm_90a"), *attention_calls.unpack_compile_jobs(model, "sm_90a")]
     assert pickle.loads(pickle.dumps(found))[0].func is found[0].func
-    monkeypatch.setattr(launch, "load_or_compile", modules()[0].load_or_compile, raising=False)
     for job in found:
         job()
     ahead = set(hopper)

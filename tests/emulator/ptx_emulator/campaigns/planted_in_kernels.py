@@ -271,7 +271,7 @@ def _hopper() -> list[KernelFault]:
         ),
         fault("O overwritten while TMA reads it", "race", r"bulk store", delete(r"cp\.async\.bulk\.wait_group\.read")),
         fault(
-            "the copies do not arrive at the mbarrier", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")
+            "the copies do not arrive", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")
         ),
         fault(
             "more registers than there are",

@@ -1,0 +1,232 @@
+"""Tables of measurements of servers, from `benchmarks/results/*.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from documents.results import load, markdown, whole
+
+CHURN_BEST = 36  # sessions of the best third of the churn sweep, in mean
+SERVED = [
+    ("decode, 1 request of 4.6K tokens, tok/s", "decode", 1, "tok_s"),
+    ("decode, 16 requests, tok/s", "decode", 16, "tok_s"),
+    ("decode, 64 requests, tok/s", "decode", 64, "tok_s"),
+    ("decode, 128 requests, tok/s", "decode", 128, "tok_s"),
+    ("prefill, eight prompts of 8K, tok/s", "prefill", 8, "tok_s"),
+    ("prefill, one prompt of 64K, tok/s", "prefill_64k", 1, "tok_s"),
+    ("32 conversations of four turns, tok/s", "multi_turn", 32, "tok_s"),
+    ("32 conversations, median TTFT, ms", "multi_turn", 32, "ttft_p50"),
+]
+CHURN = [
+    ("churn at equal KV memory, best third, tok/s", "churn", CHURN_BEST, "tok_s"),
+    ("churn, median TTFT, ms", "churn", CHURN_BEST, "ttft_p50"),
+]
+STEPS = [
+    ("kernel launches of a decode step, 1 request", "decode", 1, "launches_per_step"),
+    ("GPU busy time of a decode step, 1 request, us", "decode", 1, "busy_us_per_step"),
+    ("GPU busy time of a decode step, 64 requests, us", "decode", 64, "busy_us_per_step"),
+    ("KV memory, all pools, bytes a token", "memory", 1, "kv_bytes_per_token"),
+]
+
+
+def served(name: str, wanted: list[tuple[str, str, int, str]]) -> str:
+    """Both servers and their ratio, for each (label, work, requests, metric) that the file has."""
+    found = {(row["work"], row["requests"], row["metric"]): row for row in load(name)["rows"]}
+
+    def rows() -> Iterator[list[str]]:
+        for label, *key in wanted:
+            row = found.get(tuple(key))
+            if row is not None:
+                yield [label, whole(row["ours"]), whole(row["builtin"]), f"{row['ratio']:.2f}"]
+
+    return markdown(("", "ours", "built-in", "ratio"), rows())
+
+
+def churn_sweep() -> str:
+    """Sessions that come back: hit rate and tok/s of both servers, by number of sessions."""
+    cells: dict[int, dict[str, Any]] = {}
+    for row in load("serve_ab_h200")["rows"]:
+        if row["work"] == "churn_sweep":
+            cells.setdefault(row["requests"], {"prefix": row["prefix"]})[row["metric"]] = row
+
+    def rows() -> Iterator[list[str]]:
+        for sessions, metrics in cells.items():
+            hits, rate = metrics["hit_rate"], metrics["tok_s"]
+            shown = [f"{hits[who]:.0%}, {whole(rate[who])}" for who in ("ours", "builtin")]
+            yield [str(sessions), whole(metrics["prefix"]), *shown]
+
+    return markdown(("sessions", "tokens a session", "ours: hit rate, tok/s", "built-in"), rows())
+
+
+def speculation() -> str:
+    """Microseconds of steps with drafts, ours / built-in, and the tokens a step from which drafts pay."""
+    result = load("speculation_h200")
+    us = {(row["work"], row["requests"]): row for row in result["rows"]}
+    pays = {(row["algorithm"], row["requests"]): row for row in result["pays"]}
+
+    def cell(work: str, requests: int) -> str:
+        row = us[work, requests]
+        return f"{whole(row['ours_us'])} / {whole(row['builtin_us'])}"
+
+    def rows() -> Iterator[list[str]]:
+        for algorithm, label in (("eagle", "EAGLE"), ("dspark", "DSpark")):
+            for requests in (1, 16, 64):
+                works = ("decode_step", f"{algorithm}_verify", f"{algorithm}_draft", f"{algorithm}_step")
+                when = pays[algorithm, requests]
+                even = f"{when['ours']:.1f} / {when['builtin']:.1f}"
+                yield [f"{label}, {requests}", *(cell(work, requests) for work in works), even]
+
+    head = ("requests", "decode step", "verify", "draft", "whole step", "tokens a step from which it pays")
+    return markdown(head, rows())
+
+
+def verify_epilogue() -> str:
+    """A whole DSpark step with the switch on and off, the shortest of each server's runs."""
+    best = {(row["requests"], row["server"]): min(row["step_us"]) for row in load("verify_epilogue_h200")["rows"]}
+
+    def rows() -> Iterator[list[str]]:
+        for requests in (1, 16, 64):
+            shown = (best.get((requests, server)) for server in ("on", "off", "builtin"))
+            yield [str(requests), *("" if us is None else whole(us) for us in shown)]
+
+    return markdown(("requests", "on, us", "off, us", "built-in, us"), rows())
+
+
+def serve_switches() -> str:
+    """Ratios of each variant to the default, the median over turns (least to most), by load and number of requests."""
+    cells: dict[tuple[int, str, str], dict[int, str]] = {}
+    for run, result in enumerate(load("serve_switches_h200")["runs"]):
+        for row in result["ratios"]:
+            shown = f"{row['ratio']:.2f}"
+            if row["least"] < row["most"]:
+                shown += f" ({row['least']:.2f} to {row['most']:.2f})"
+            cells.setdefault((run, row["variant"], row["work"]), {})[row["requests"]] = shown
+    counts = sorted({requests for row in cells.values() for requests in row})
+    rows = (
+        [f"{variant.replace('_', ' ')}, {work}", str(run + 1), *(row.get(count, "") for count in counts)]
+        for (run, variant, work), row in cells.items()
+    )
+    return markdown(("requests", "run", *map(str, counts)), rows)
+
+
+def step_switches() -> str:
+    """Launches and busy time of a decode step by `wo_a`'s format and the side stream: the file's last run."""
+    rows = load("step_switches_h200")["runs"][-1]["rows"]
+
+    def name(switches: dict[str, str]) -> str:
+        side = ", side stream" if switches.get("SGLANG_DSV4_SIDE_STREAM") == "on" else ""
+        return f"`SGLANG_DSV4_WO_A={switches['SGLANG_DSV4_WO_A']}`{side}"
+
+    shown = ([str(r["requests"]), name(r["switches"]), whole(r["launches"]), whole(r["busy_us"])] for r in rows)
+    return markdown(("requests", "switches", "launches", "busy, us"), shown)
+
+
+def sequence_parallel() -> str:
+    """Loads as clients saw them, and a chunk's busy time, with sequence parallelism off and on."""
+    found = {(row["work"], row["metric"]): row for row in load("sequence_parallel_h100_x2")["rows"]}
+    wanted = [
+        ("prefill, eight prompts of 8K, tok/s", "prefill", "tok_s"),
+        ("prefill, one prompt of 64K, tok/s", "prefill_64k", "tok_s"),
+        ("32 conversations, tok/s", "multi_turn", "tok_s"),
+        ("32 conversations, median TTFT, ms", "multi_turn", "ttft_p50"),
+        ("GPU busy time of a chunk of 8,192 tokens, us", "prefill_64k", "busy_us_per_step"),
+    ]
+    rows = ([label, *(whole(found[work, metric][key]) for key in ("off", "on"))] for label, work, metric in wanted)
+    return markdown(("", "off", "on"), rows)
+
+
+def tiers() -> str:
+    """Milliseconds to the first token, by where the prefix was found."""
+    ms = {row["work"]: row for row in load("tiers_h200")["rows"] if row["metric"] == "ms"}
+    works = ("ttft_cold", "ttft_device", "ttft_host", "ttft_disk")
+    rows = (
+        [name, *(whole(ms[work][key]) for work in works)] for name, key in (("ours", "ours"), ("built-in", "builtin"))
+    )
+    return markdown(("TTFT, ms", "cold", "on the device", "in host memory", "in files"), rows)
+
+
+def copies() -> str:
+    """GB/s of page records, and of plain copies and plain files of the same size."""
+    names = {
+        "save_gb_s": "device to host memory",
+        "load_gb_s": "host memory to device",
+        "file_write_gb_s": "host memory to files",
+        "file_read_gb_s": "files to host memory",
+    }
+    found = {row["metric"]: row for row in load("tiers_h200")["rows"] if row["work"] == "copies"}
+    rows = (
+        [label, f"{found[key]['ours']:.1f}", f"{found[key]['builtin']:.1f}", f"{found[key]['ratio']:.2f}"]
+        for key, label in names.items()
+    )
+    return markdown(("50K tokens", "records, GB/s", "plain copy, GB/s", "ratio"), rows)
+
+
+SCENARIOS = {
+    "retention / 2": "16 prefixes of 4K tokens, again",
+    "retention": "32 prefixes of 4K tokens, again",
+    "alternation": "two 56K sessions in turns",
+    "agent loop": "four agents, 30 turns each",
+    "volatile tail": "last 0 to 1,500 tokens of 6K differ",
+    "churn": "48 agents, more than fits",
+}
+
+
+def prefix_simulation() -> str:
+    """Token-weighted hit rate (share of an infinite cache's reuse) of each policy on the same traces."""
+    found = {(row["scenario"], row["policy"]): row for row in load("prefix_simulation")["results"]}
+    policies = ("SGLang 0.5.23", "tails", "tails + host")
+
+    def cell(scenario: str, policy: str) -> str:
+        row = found[scenario, policy]
+        return f"{row['hit_rate']:.1%} ({row['of_bound']:.0%})"
+
+    rows = ([label, *(cell(scenario, policy) for policy in policies)] for scenario, label in SCENARIOS.items())
+    return markdown(("", *policies), rows)
+
+
+def deterministic() -> str:
+    """Answers compared under the deterministic flag, and how many differed."""
+
+    def rows() -> Iterator[list[str]]:
+        for name, label in (
+            ("exact_h100", "one H100"),
+            ("exact_h100_x2", "two H100s, `--tp 2`"),
+            ("exact_h200", "one H200"),
+        ):
+            result = load(name)
+            # SGLang's own test counts distinct samples, which are not answers compared with a cold one.
+            kinds = {kind: counts for kind, counts in result["by_kind"].items() if not kind.startswith("sglang")}
+            seen = result["seen"]
+            trace = sum(counts[0] for kind, counts in kinds.items() if kind.endswith("trace"))
+            compared, differ = (sum(counts[i] for counts in kinds.values()) for i in (0, 1))
+            numbers = (compared, differ, seen["hit device"], seen["hit host"], trace)
+            yield [f"{label} (`benchmarks/results/{name}.json`)", *map(whole, numbers)]
+
+    head = ("", "compared", "different", "device hits", "host hits", "of the random trace")
+    return markdown(head, rows())
+
+
+def deterministic_price() -> str:
+    """tok/s under the flag over those of the default."""
+    labels = {
+        "decode": "decode, requests: {}",
+        "prefill_8192": "prefill, eight prompts of 8K",
+        "prefill_65536": "prefill, one of 64K",
+    }
+    rows = (
+        [
+            labels[row["work"]].format(row["requests"]),
+            *(whole(row[key]) for key in ("default", "exact")),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in load("exact_h200")["rows"]
+    )
+    return markdown(("tok/s", "default", "under the flag", "ratio"), rows)
+
+
+def agreement() -> str:
+    """Mean and median |difference| of log-probabilities, for each pair of servers."""
+    rows = load("agreement_h200")["rows"]
+    shown = ([f"{r['one']} - {r['other']}", f"{r['mean']:.3f}", f"{r['median']:.3f}"] for r in rows)
+    return markdown(("pair", "mean", "median"), shown)
