@@ -270,9 +270,7 @@ def _hopper() -> list[KernelFault]:
             substitute(r"(bar\.sync\s+1, )256", r"\g<1>288"),
         ),
         fault("O overwritten while TMA reads it", "race", r"bulk store", delete(r"cp\.async\.bulk\.wait_group\.read")),
-        fault(
-            "the copies do not arrive", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")
-        ),
+        fault("the copies do not arrive", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")),
         fault(
             "more registers than there are",
             "deadlock",
