@@ -74,7 +74,7 @@ R: {WAIT} @!%p1 st.shared.u32 [%r103], 6; E:""",
 bar.warp.sync -1; /*together*/
 @!%p1 st.release.gpu.global.u32 [%rd101], 1; bra E;
 R: ld.acquire.gpu.global.u32 %r4, [%rd101]; setp.eq.u32 %p4, %r4, 0; @%p4 bra R; ld.global.u32 %r5, [%rd2+-128]; {OUTPUT} E:""",
-    "one lane publishes for all, behind a fence": f"""@%p2 bra R; st.global.u32 [%rd2], %r101; fence.acq_rel.gpu;
+    "one lane publishes for all, after a fence": f"""@%p2 bra R; st.global.u32 [%rd2], %r101; fence.acq_rel.gpu;
 bar.warp.sync -1; /*together*/
 @!%p1 st.relaxed.gpu.global.u32 [%rd101], 1; bra E;
 R: ld.acquire.gpu.global.u32 %r4, [%rd101]; setp.eq.u32 %p4, %r4, 0; @%p4 bra R; ld.global.u32 %r5, [%rd2+-128]; {OUTPUT} E:""",

@@ -297,7 +297,7 @@ def test_moves_by_the_compiler_warn(schedule: str) -> None:
     assert "unpacks a register" in "".join(p.report.warnings)
 
 
-# ---- planted faults: an edit of the right program, the kind that it must raise, and what the message must say.
+# ---- planted faults: an edit of the right program, the kind that it must raise, and a pattern of the message.
 
 OVERWRITE = f"setp.eq.u32 %p12, %r100, 77; @%p12 st.shared.u32 [%r103+{1024 + B_AT}], %r100;"
 FAULTS = {

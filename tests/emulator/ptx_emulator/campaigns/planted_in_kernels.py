@@ -262,7 +262,7 @@ def _hopper() -> list[KernelFault]:
         fault("half of the arrivals expected", "mbarrier deadlock race", r"arriv|waited", arrivals_expected(1, 0)),
         fault("more arrivals expected than come", "deadlock", r"arriv", arrivals_expected(1000, 1)),
         fault("Q read before it has come", "race", r"through cp\.async", delete(r"cp\.async\.wait_group")),
-        fault("no barrier behind the loads of Q", "race", r"through cp\.async", delete(r"bar\.sync\s+1, 256")),
+        fault("no barrier after the loads of Q", "race", r"through cp\.async", delete(r"bar\.sync\s+1, 256")),
         fault(
             "barrier expects a warp too many",
             "deadlock barrier",
@@ -270,7 +270,7 @@ def _hopper() -> list[KernelFault]:
             substitute(r"(bar\.sync\s+1, )256", r"\g<1>288"),
         ),
         fault("O overwritten while TMA reads it", "race", r"bulk store", delete(r"cp\.async\.bulk\.wait_group\.read")),
-        fault("the copies tell nobody", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")),
+        fault("the copies do not arrive", "deadlock", r"mbarrier", delete(r"cp\.async\.mbarrier\.arrive")),
         fault(
             "more registers than there are",
             "deadlock",
@@ -389,7 +389,7 @@ def _unpacking() -> list[KernelFault]:
         fault("a hole is followed", "out_of_bounds", r"no registered tensor", substitute(hole, r"\g<1>\2, -1;", 0)),
         fault("a hole is written", wrong, "", substitute(is_hole, r"mov.pred \1, 0;", 0)),
         fault(
-            "a row behind the last one is written",
+            "a row after the last one is written",
             "global_race out_of_bounds",
             r"writes|store",
             substitute(is_hole, r"mov.pred \1, 0;", -1),
