@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 PAGES, SLOTS = 5, 3
 LONGEST = PAGES * 256 - 512  # SGLang's limits on a request, and its reserve (pool_configurator.reserve_admission_pages)
+
+
+def children() -> set[psutil.Process]:
+    """Return this process's children of every generation, without multiprocessing's tracker, which others share."""
+    tracker = resource_tracker._resource_tracker._pid
+    return {process for process in psutil.Process().children(recursive=True) if process.pid != tracker}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +36,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         env.setenv("OMP_NUM_THREADS", "1")
         env.setenv("SGLANG_TEST_RETRACT", "1")
         env.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
+        before = children()
         engine = sglang.Engine(
             model_path=str(path),
             max_total_tokens=PAGES * 256,
@@ -37,7 +46,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
             sleep_on_idle=True,
         )
         yield engine
-        engine.shutdown()
+        # `engine.shutdown()` would end every child of this process, the session's server among them.
+        own = children() - before
+        for process in own:
+            process.kill()
+        psutil.wait_procs(own, timeout=30)
 
 
 def generate(engine: object, prompts: list[list[int]], tokens: int) -> list[dict]:
