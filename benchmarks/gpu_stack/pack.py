@@ -51,8 +51,8 @@ WHEELS = (
 # Globs, from the folder of the unpacked wheels: headers' sources of other GPUs, static libraries, test suites, and
 # extensions that serving this model does not load.
 UNUSED = (
-    *("**/*.a", "**/*.pyi", "**/__pycache__", "*.data", "share", "bin", "include", "torch/bin", "functorch"),
-    *("torch/testing/_internal/distributed", "torchgen/packaged/autograd", "triton/backends/amd"),
+    *("**/*.a", "**/*.pyi", "**/__pycache__", "*.data", "share", "bin", "include", "torch/bin/protoc*", "functorch"),
+    *("torchgen/packaged/autograd", "triton/backends/amd/lib"),
     *("triton/backends/nvidia/lib/cupti*", "triton/_C/libproton.so", "triton/instrumentation"),
     *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so"),
     *("sgl_kernel/sm100", "sgl_kernel/infllm_ops*", "sgl_kernel/flash_ops*"),

@@ -47,7 +47,8 @@ def linear_fp32(x: Tensor, weight: Tensor, impl: str | None = None) -> Tensor:
 
     Args:
         x: [T, k] fp32 or bf16.
-        weight: [n, k], any floating dtype; fp32 saves a conversion per call.
+        weight: [n, k]. Our GPU kernels take bf16; the other implementations any floating dtype, and fp32 saves them a
+            conversion per call.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
