@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 
-import psutil
 import pytest
+from serving.in_process_engine import running_engine
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
@@ -20,37 +19,23 @@ PAGES, SLOTS = 5, 3
 LONGEST = PAGES * 256 - 512  # SGLang's limits on a request, and its reserve (pool_configurator.reserve_admission_pages)
 
 
-def children() -> set[psutil.Process]:
-    """Return this process's children of every generation, without multiprocessing's tracker, which others share."""
-    tracker = resource_tracker._resource_tracker._pid
-    return {process for process in psutil.Process().children(recursive=True) if process.pid != tracker}
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    import sglang
-
     path: Path = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(path, PRESETS["tiny"])
     with pytest.MonkeyPatch.context() as env:
         env.setenv("OMP_NUM_THREADS", "1")
         env.setenv("SGLANG_TEST_RETRACT", "1")
         env.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
-        before = children()
-        engine = sglang.Engine(
+        with running_engine(
             model_path=str(path),
             max_total_tokens=PAGES * 256,
             max_running_requests=SLOTS,
             chunked_prefill_size=256,
             log_level="warning",
             sleep_on_idle=True,
-        )
-        yield engine
-        # `engine.shutdown()` would end every child of this process, the session's server among them.
-        own = children() - before
-        for process in own:
-            process.kill()
-        psutil.wait_procs(own, timeout=30)
+        ) as engine:
+            yield engine
 
 
 def generate(engine: object, prompts: list[list[int]], tokens: int) -> list[dict]:

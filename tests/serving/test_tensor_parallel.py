@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from model.harness import Harness
+from serving.in_process_engine import running_engine
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
@@ -24,13 +25,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp-2", "tp-2-ep-2"])
-def test_two_ranks(checkpoint: Path, ep_size: int) -> None:
-    import sglang
-
+def answers_of_two_ranks(checkpoint: Path, ep_size: int) -> list[dict]:
     with pytest.MonkeyPatch.context() as env:
         env.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-        engine = sglang.Engine(
+        with running_engine(
             model_path=str(checkpoint),
             tp_size=2,
             ep_size=ep_size,
@@ -40,15 +38,17 @@ def test_two_ranks(checkpoint: Path, ep_size: int) -> None:
             max_running_requests=3,
             chunked_prefill_size=256,
             log_level="warning",
-        )
-        try:
-            answers = engine.generate(
+        ) as engine:
+            return engine.generate(
                 input_ids=[prompt.tolist() for prompt in PROMPTS],
                 sampling_params={"max_new_tokens": DECODED, "temperature": 0, "ignore_eos": True},
                 return_logprob=True,
             )
-        finally:
-            engine.shutdown()
+
+
+@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp-2", "tp-2-ep-2"])
+def test_two_ranks(checkpoint: Path, ep_size: int) -> None:
+    answers = answers_of_two_ranks(checkpoint, ep_size)
     harness = Harness(checkpoint, max_total_tokens=2048, max_requests=2)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         output = torch.tensor(answer["output_ids"])
