@@ -1,7 +1,7 @@
 """Prefix reuse through SGLang's own server is deterministic under concurrency, chunked prefill, overlap, retraction,
 abort and flush; and the server reports it.
 
-Two servers: the session's, with SGLang's overlap scheduling, and one without it whose requests are retracted every few
+Two servers: the session's, with overlap scheduling, and one (slow tests) without it whose requests are retracted every few
 steps. Both have few pages, fewer device slots for tails than there are prefixes, and prefill in chunks of two pages.
 """
 
@@ -28,7 +28,7 @@ WITH_OVERLAP_ONLY = pytest.mark.parametrize("schedule", ["overlap"], indirect=Tr
 """For reports of a server, which do not depend on the schedule."""
 
 
-@pytest.fixture(scope="module", params=["overlap", "no-overlap-retracting"])
+@pytest.fixture(scope="module", params=["overlap", pytest.param("no-overlap-retracting", marks=pytest.mark.slow)])
 def schedule(request: pytest.FixtureRequest) -> str:
     return request.param
 

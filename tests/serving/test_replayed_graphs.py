@@ -57,7 +57,7 @@ def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-@pytest.mark.parametrize("at_once", [1, 11])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 11])
 def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at_once: int) -> None:
     """Drafts accepted up to every position across groups and pages; then the draft's own, nearly all rejected."""
     lengths = {1: [250], 11: [1, 2, 3, 4, 123, 124, 125, 126, 253, 254, 255]}[at_once]

@@ -56,7 +56,7 @@ def speculating(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 LENGTHS = {1: [1, 126, 251], 14: [2, 3, 4, 121, 123, 124, 125, 127, 249, 250, 252, 253, 254, 255]}
 
 
-@pytest.mark.parametrize("at_once", LENGTHS)
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 14])
 def test_greedy_answers_are_the_same_bits(server: Server, speculating: Speculating, at_once: int) -> None:
     """Blocks cross groups and pages and are accepted up to every position; then again, nearly all rejected."""
     prompts = random_prompts(at_once, LENGTHS[at_once])

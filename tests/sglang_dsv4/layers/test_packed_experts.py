@@ -246,6 +246,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., PackedExperts]) -> None:
     """Every kernel that a forward of few, of more or of many tokens runs."""
     from ptx_emulator import emulated
