@@ -1,8 +1,9 @@
 """Prefix reuse through SGLang's own server is deterministic under concurrency, chunked prefill, overlap, retraction,
 abort and flush; and the server reports it.
 
-Two servers: the session's, with overlap scheduling, and one (slow tests) without it whose requests are retracted every few
-steps. Both have few pages, fewer device slots for tails than there are prefixes, and prefill in chunks of two pages.
+Two servers: the session's, with overlap scheduling, and in slow tests one without it whose requests are retracted
+every few steps. Both have few pages, fewer device slots for tails than there are prefixes, and prefill in chunks of two
+pages.
 """
 
 from __future__ import annotations
