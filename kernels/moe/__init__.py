@@ -85,7 +85,7 @@ def experts_forward(
 
     ::
 
-        h = weight * swiglu(linear(x, w13[e]).chunk(2))      # the release weights before w2's activation quantisation
+        h = weight * swiglu(linear(x, w13[e]).chunk(2))      # the release multiplies by weight before it quantises h
         y = Σ_e linear(h.to(x.dtype), w2[e]).float()         # by rising expert id
 
     Args:

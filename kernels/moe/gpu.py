@@ -1,6 +1,6 @@
 """Clamped SwiGLU on Hopper and Blackwell (sm_90a, sm_100a): one kernel, bound by memory.
 
-A thread computes 8 channels from 8 channels of the gate and of up, in bf16 or, with 15 neighbours, as a block of e4m3.
+A thread computes 8 channels from 8 channels of the gate and of up, in bf16, or as a sixteenth of a block of e4m3.
 Rows are padded to whole blocks by `dsv4_kernels.device.fp8_rows`.
 """
 

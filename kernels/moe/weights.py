@@ -1,4 +1,4 @@
-"""MXFP4 and NVFP4 experts as in a checkpoint, and with scales in the order of Blackwell's tensor core."""
+"""MXFP4 and NVFP4 experts, with scales as in a checkpoint or in the order of Blackwell's tensor core."""
 
 from __future__ import annotations
 

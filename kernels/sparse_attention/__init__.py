@@ -52,8 +52,9 @@ def sparse_attention(
         page_table: [B, P] integer page numbers, HCA's addressing.
         entries_per_page: entries of one page.
         token_to_request: [T] integer row of page_table.
-        visible: [T] integer number of entries, at most those that the page table holds; 0 is legal. With
-            `entry_indices` optional, and any number: from slot visible[t] on, the list may hold any values.
+        visible: [T] integer number of entries, at most as many as the page table holds; 0 is legal. With
+            `entry_indices` it is optional, and may be any number: from slot visible[t] on, the list may hold any
+            values.
         sink: [H] fp32, or None; ±inf are legal (+inf: all weight goes to the sink, the output is zero).
         scale: factor of the scores.
         out: [T, H, D] in q's dtype to write into.

@@ -17,9 +17,9 @@ from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
 
 MAX_HEADS = 128
 FEW_HEADS = 16
-"""Calls of at most this many heads have their own kernel on Hopper (sm90/few_heads). 16 at most; 0 disables it.
+"""Calls of at most this many heads use their own kernel on Hopper (sm90/few_heads). At most 16; 0 disables the kernel.
 
-docs/log/attention_few_heads.md has the measurements. Rows are not unpacked for it (unpacking.py).
+docs/log/attention_few_heads.md has the measurements. FP8 rows are never unpacked for this kernel (unpacking.py).
 """
 VECTOR_BYTES = 16
 """Rows of q, of the tables and of the output begin at multiples of this: kernels move 16 bytes at a time."""
@@ -41,7 +41,7 @@ class Problem:
     page_table: Tensor | None  # [B, P] int32: HCA's addressing, with entries_per_page and token_to_request
     entries_per_page: int
     token_to_request: Tensor | None  # [T] int32
-    visible: Tensor | None  # [T] int32: entries a token may read; of a list: the slots before it, None: all K
+    visible: Tensor | None  # [T] int32: entries a token may read; with a list: slots before visible[t]; None: all K
     sink: Tensor | None  # [H] fp32
     scale: float
     out: Tensor  # [T, H, 512] bf16; rows 16-byte aligned

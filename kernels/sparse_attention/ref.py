@@ -16,7 +16,7 @@ from dsv4_kernels.reference.batch_invariant import at_least_as_many_as_threads, 
 KEY_TILE = 64
 """Keys of one product."""
 GATHERED_BYTES = 4 * 2**20
-"""Bytes of fp32 rows gathered at a time (at least one token's per thread); larger temporaries cost page faults."""
+"""Bytes of fp32 rows gathered at a time (for at least one token a thread); larger temporaries cost page faults."""
 UNPACKED_BYTES = 64 * 2**20
 """Bytes of fp32 rows kept for all tokens of a call at most; otherwise each token unpacks the rows that it reads."""
 

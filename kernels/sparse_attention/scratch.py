@@ -22,9 +22,9 @@ class Scratch:
     def on(device: torch.device, num_bytes: int) -> Scratch:
         """Scratch memory for a launch on the current stream; `slots` has at least `num_bytes` bytes.
 
-        Each stream keeps its own. While a graph is captured, the slots come from the graph's pool, which its other
-        temporaries share. All graphs of a device use the same counters, so graphs that divide keys must not run at the
-        same time.
+        Each stream has its own scratch memory. While a graph is captured, the slots come from the graph's pool, which
+        its other temporaries share. All graphs of a device use the same counters, so graphs that divide keys must not
+        run at the same time.
 
         Raises:
             RuntimeError: a graph is being captured, and `Scratch.on` has not been called on the device before.

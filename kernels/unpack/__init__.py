@@ -14,7 +14,7 @@ from dsv4_kernels.registry import select
 VECTOR_BYTES = 16
 """Rows of `out` begin at multiples of this, because the kernel writes 16 bytes at a time."""
 MAX_PARTS = 2
-"""Tables of a call at most: window rows and entries, as an attention reads."""
+"""Tables of a call at most: the window rows and the entries that an attention call reads."""
 
 
 class Pages(NamedTuple):
@@ -50,8 +50,8 @@ def unpack_pages(parts: Sequence[Pages], out: Tensor, impl: str | None = None) -
 
     Args:
         parts: one or two.
-        out: [at least as many rows as all pages, 512] bf16; rows contiguous, at multiples of 16 bytes, apart from the
-            tables.
+        out: [at least as many rows as all pages have, 512] bf16; rows contiguous, at multiples of 16 bytes; must not
+            overlap the tables.
         impl: implementation by name; None lets the registry choose.
 
     Returns:

@@ -31,7 +31,7 @@ from dsv4_kernels.unpack import Pages
 
 THREADS = 256
 CHUNK = 8
-"""Channels of 16 bytes in bf16."""
+"""Channels of a chunk: 16 bytes in bf16."""
 CHUNKS = ROW_DIM // CHUNK
 E4M3_CHUNKS = NOPE_DIM // CHUNK
 ROWS_A_THREAD = 4

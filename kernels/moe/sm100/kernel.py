@@ -1,8 +1,8 @@
 """Routed experts on Blackwell (sm_100a): block-scaled products grouped by expert, for both formats of `Numbers`.
 
 A work tile is (expert, up to N of its slots, 128 output rows); a slot is a pair of token and expert. 128 rows of
-weights are the left operand, slots the narrow right operand. Persistent CTAs compute work tiles in order; their number
-is in global memory. Warps of a CTA, and their waits:
+weights are the left operand, slots the narrow right operand. Persistent CTAs compute work tiles in order; the number
+of work tiles is in global memory. Warps of a CTA, and their waits:
 
     WEIGHTS (1 thread)     TMA: codes, which TMA pads to a byte each for MXFP4, and their scales
         waits empty[stage]; the bytes arrive at weights[stage]
@@ -104,7 +104,7 @@ def experts_kernel(
                 prims.mbarrier_init(barriers + (Barrier.DONE + buffer), 1)
                 prims.mbarrier_init(barriers + (Barrier.FREE + buffer), WARPS_OF_GROUP)
             prims.fence_mbarrier_init()
-        dependent_launch.wait()  # then the previous kernel has freed its tensor memory
+        dependent_launch.wait()  # afterwards the previous kernel has freed its tensor memory
         prims.tcgen05_alloc(tmem_address, plan.tmem_columns, group="cta_1")
         prims.tcgen05_relinquish_alloc_permit(group="cta_1")
     prims.barrier_cta_sync_aligned(0)  # barriers and tensor memory are set up
@@ -133,7 +133,7 @@ def experts_kernel(
 
 @cute.jit
 def wait_until_empty(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
-    """Waits until the products of the step that used this step's stage before are done."""
+    """Waits until the products of the previous step in the stage of step `count` are done."""
     if count >= plan.stages:
         stage = stage_of(count, plan.stages)
         wait(barriers, Barrier.EMPTY + stage.index, stage.phase ^ 1)
@@ -270,7 +270,7 @@ def multiply(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One thread issues all products. The tensor pipe keeps copies and products in order: one scale buffer suffices."""
+    """One thread issues all products. One scale buffer suffices: the tensor pipe keeps copies and products in order."""
     steps = a.k // plan.step
     count, tiles = Int32(0), Int32(0)
     zero = Int32(0)

@@ -127,13 +127,13 @@ def run(
 
 
 def tokens_of_a_tile(pairs: int, num_experts: int) -> int:
-    """N of the products: as wide as the slots that an expert has on average, up to 96."""
+    """N of the products: the smallest of 16, 32 and 64 that holds an expert's mean number of slots, otherwise 96."""
     mean = -(-pairs // num_experts)
     return next((tokens for tokens in (16, 32, 64) if mean <= tokens), 96)
 
 
 def scale_words(scales: Tensor) -> Tensor:
-    """int32 words with the ue8m0 of each fp32 power of two four times: an instruction has a block for 32 channels."""
+    """int32 words with the ue8m0 of each fp32 power of two four times: an instruction has a scale for 32 channels."""
     return (scales.contiguous().view(torch.int32) >> 23) * 0x01010101
 
 

@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def codes_per_byte(self) -> int:
-        """Activation codes of a byte."""
+        """Activation codes in a byte."""
         return 2 if self.numbers is Numbers.NVFP4 else 1
 
     @property

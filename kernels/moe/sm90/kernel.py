@@ -8,8 +8,8 @@ memory, so one thread copies them by bulk copies, some stages ahead of the produ
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
     CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
 
-A step of K uses one stage. Of a shape with pairs, the steps of a work tile that is wider than a stage's room use two
-stages, which begin at an even stage (such work tiles are listed only if products have an even number of steps).
+A step of K uses one stage. If the shape is `paired`, a step of a work tile that is wider than a stage's room uses two
+adjacent stages, the first of them even (such work tiles are listed only if products have an even number of steps).
 
 Persistent CTAs compute work tiles in order: all tokens of an expert with its first 128 rows, then with the next, so
 weights that two work tiles need come from L2 the second time. The number of work tiles is in global memory.
@@ -359,12 +359,12 @@ def finish(
     """Multiplies by the rows' factors, and stores a work tile's part of h or of the output rows.
 
     Args:
-        args, plan: of the kernel.
+        args, plan: arguments of the kernel.
         slots: the most slots of the work tile.
-        lane: of the warp.
-        unit: of 16 rows, the warp's.
+        lane: index of the thread in its warp.
+        unit: index of the warp's 16 rows in the work tile.
         place: (row tile, expert, first group, number of groups).
-        sums: of `sum_products`.
+        sums: result of `sum_products`.
     """
     row_tile, expert, first_group, groups = place
     row = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4

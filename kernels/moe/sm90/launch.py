@@ -31,7 +31,8 @@ PAIRED_SLOTS = 56
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
 EARLY_TOKENS = 512
 """Tokens of a call up to which launches may begin early. With more tokens a launch is a small part of the time, and
-waiting CTAs hold memory and issue slots: without early launches 0.97 of the time, measured from 1,024 tokens on."""
+waiting CTAs hold memory and issue slots: without early launches a call of 1,024 tokens or more takes 0.97 of the
+time."""
 _NEVER = (1 << 31) - 1
 
 
@@ -96,7 +97,7 @@ def list_work(
         num_experts: experts of this rank; the first has id `offset`.
         offset: id of this rank's first expert.
         shape: shape of the products' work tiles.
-        least_paired: for a shape with pairs, see `least_paired_tiles`.
+        least_paired: for a paired shape, see `least_paired_tiles`.
     """
     device, pairs = experts.device, experts.numel()
     groups = most_groups(pairs, num_experts)
@@ -236,7 +237,7 @@ def experts_forward(
         swiglu_limit: clamp of gate and up.
         expert_offset: id of the rank's first expert.
         dtype: of the result, fp32 or bf16.
-        shared: [T, d] bf16, output of the shared expert, added to the result; if that is bf16, to the rounded sum.
+        shared: [T, d] bf16, output of the shared expert, added to the sum; for a bf16 result, to the rounded sum.
         shape: shape of the work tiles; None chooses by the numbers of tokens and experts. The bits are the same.
         overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
 

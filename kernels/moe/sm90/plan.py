@@ -33,7 +33,7 @@ class Shape:
     """Widths of a work tile, and the number of stages and CTAs that fit."""
 
     widths: tuple[int, ...]
-    """The compiled N, ascending; a work tile uses the least that holds its slots."""
+    """The compiled values of N, ascending; a work tile uses the smallest that holds its slots."""
     stages: int
     ctas_per_sm: int
     paired: bool = False
@@ -42,7 +42,7 @@ class Shape:
     """Whether the next step's codes are converted while this step's products run; costs registers."""
     registers: tuple[int, int] | None = None
     """(registers of a consumer thread, of a producer thread), moved by `setmaxnreg`; the producer then is a warpgroup.
-    Without it, three warps of a partition have 168 registers each."""
+    Without `setmaxnreg`, the three warps of an SM partition would have 168 registers a thread."""
 
     @property
     def threads(self) -> int:

@@ -64,7 +64,7 @@ def unpacked(word: str, shift: str, first: str, second: str) -> list[str]:
 
 
 def multiply(left: list, slots: int, tokens: Int32) -> list:
-    """A lane's products of 64 rows with the slots of a stage, summed over 128 channels.
+    """A lane's part of the products of 64 rows with the slots of a stage, summed over 128 channels.
 
     One PTX statement from fence to wait: the compiler must not touch the registers in between. Other warpgroups unpack
     in the meantime.

@@ -2,7 +2,7 @@
 
 A work tile's slots have the same layout in global memory as in a stage in shared memory: for each 128 channels its
 groups of eight slots, in rows of 128 bytes whose 16-byte units are permuted by the 128-byte swizzle; the scales are in
-an array of their own. So bulk copies load them.
+an array of their own. So bulk copies can load both.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def launch_quantise(
 
 @cute.kernel
 def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool]) -> None:
-    """Quantises eight channels of one of eight slots a thread."""
+    """Quantises a step of K of a group: each thread quantises eight channels of one of the eight slots."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     step, group, _ = cute.arch.block_idx()

@@ -77,8 +77,8 @@ class HopperExperts:
 def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = False) -> HopperMatrix:
     """One matrix in the kernel's layout.
 
-    In place, the new codes overwrite the codes. Shifts overwrite the first half of an expert's scales, and factors the
-    next `128 / K` of them. Temporary memory is needed for two experts at a time.
+    In place, the new codes overwrite the given codes. Shifts overwrite the first half of an expert's scales, and
+    factors the next `128 / K` of them. Temporary memory is needed for two experts at a time.
 
     Args:
         codes: int8 or uint8 [E, rows, K / 2], contiguous, the even column in the low nibble.
@@ -160,11 +160,11 @@ def _shifted(nibbles: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, in
 
 
 def _words(nibbles: Tensor) -> Tensor:
-    """int32 [E, rows / 128, K / 128, CODE_BYTES / 4].
+    """Packed codes, int32 [E, rows / 128, K / 128, CODE_BYTES / 4].
 
-    Packed codes. Of the eight codes of a word, those of channels 4 t + i and 16 + 4 t + i have their magnitudes at bits
-    4 i and 16 + 4 i, where `prmt` reads selectors, and their signs at bits 8 i + 7 and 8 i + 3: these are the sign bits
-    of the bytes that `prmt` writes, unshifted and shifted by four.
+    A word has eight codes. The codes of channels 4 t + i and 16 + 4 t + i have their magnitudes at bits 4 i and
+    16 + 4 i, where `prmt` reads selectors, and their signs at bits 8 i + 7 and 8 i + 3: these are the sign bits of the
+    bytes that `prmt` writes, unshifted and shifted by four.
     """
     experts, rows, k = nibbles.shape
     # [E, tiles, units, row half, g, steps, pair of groups, group of it, half of it, t, i]

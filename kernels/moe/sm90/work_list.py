@@ -26,7 +26,7 @@ AT_ONCE = 8
 EMPTY = -1
 """Source of a slot that pads a group, and slot of a pair whose expert is on another rank."""
 SUMS = 3
-"""Sums over all experts: groups, and work tiles of either width."""
+"""Numbers that are summed over all experts: groups, and work tiles of either width."""
 
 
 class Arguments(NamedTuple):
@@ -143,7 +143,7 @@ def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32
 
 @cute.jit
 def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
-    """(sums over the threads before, sums over all threads) of SUMS numbers of each thread."""
+    """(sums over all lower threads, sums over all threads) of the SUMS numbers that each thread has."""
     lane, warp = thread % WARP, thread // WARP
     inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
     if lane == WARP - 1:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dsv4_kernels.moe.sm90.weights import STEP
 
 GROUP = 8
-"""Adjacent slots of a group: the rows of a swizzle atom, and the least N of an instruction."""
+"""Adjacent slots of a group: the rows of a swizzle atom, and the smallest N of an instruction."""
 TILE_WORDS = 8
 """int32 fields of a work tile."""
 
 
 def most_groups(pairs: int, num_experts: int) -> int:
-    """The most groups of eight slots for `pairs` pairs of token and expert: each expert has one partial group."""
+    """The most groups of eight slots for `pairs` pairs of token and expert: each expert may have one partial group."""
     return (pairs + (GROUP - 1) * min(pairs, num_experts)) // GROUP
 
 

@@ -139,7 +139,7 @@ def is_last_kv_split(
     if thread == 0:
         arrived = gmem(a.arrived, Int32) + (work_tile.token * plan.ctas + work_tile.head_block)
         prims.fence_acq_rel(prims.MemScope.GPU)
-        # Relaxed, because the fences around it order it. The last increment wraps to zero, for the next launch.
+        # Relaxed, because the fences before and after order it. The last increment wraps to zero, for the next launch.
         before = prims.atomicrmw(prims.AtomicOp.INC, arrived, work_tile.kv_splits - 1)
         prims.fence_acq_rel(prims.MemScope.GPU)
         last = Int32(0)

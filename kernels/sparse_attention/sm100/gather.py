@@ -28,7 +28,7 @@ def pair_of_byte(word: Int32, byte: int) -> Int32:
 
 
 def bf16_of_e4m3(word: Int32, scales: Int32) -> list[Int32]:
-    """Two words of bf16 pairs: four e4m3 times the two ue8m0 in the lower half of `scales`, one for each of a pair.
+    """Two words of bf16 pairs: four e4m3 times the two ue8m0 in the lower half of `scales` (low, high of each pair).
 
     One instruction a pair (PTX 9.2): the product is rounded once, and only if it is subnormal in bf16.
     """
@@ -47,7 +47,10 @@ def bf16_of_e4m3(word: Int32, scales: Int32) -> list[Int32]:
 def row_addresses(
     work_tile: WorkTile, tile: Int32, row: Int32, a: Arguments, fp8: cutlass.Constexpr
 ) -> tuple[Int64, Int64, Boolean]:
-    """(address of the data, of the scales, whether it exists) of row `row` of a key tile; a row of zeros for a hole."""
+    """(address of the data, address of the scales, whether the row exists) of row `row` of a key tile.
+
+    For a hole, both are the address of a row of zeros.
+    """
     slot = tile * TILE_KEYS + row
     table, page_bytes = a.window, a.window_page_bytes
     index = Int32(-1)

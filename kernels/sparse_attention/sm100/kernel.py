@@ -11,11 +11,12 @@ come in key tiles of 64, window rows first, then entries. Warps of a CTA, and th
     SOFTMAX (4 warps)                      Q into tensor memory; P = exp2(S - row max); rescales O, lazily: only when a
         row max has grown by more than RESCALE_LOG2; epilogue: sink, normalisation, output or partial result, combine
         waits s_ready[buffer], full[stage] (key mask), pv_done of the key tile two before (P's buffer) and, to access
-        O, of the previous key tile
+        O, of the previous key tile; arrives at q_ready and p_ready[buffer]
 
 Both products use all 128 lanes of tensor memory for a CTA's 64 rows: columns [0, N/2) are in lanes 0-63 and [N/2, N)
-in lanes 64-127, and A in tensor memory is read from the lanes that are written. A single CTA uses `tcgen05.mma.ws` at
-M = 64; a pair uses `cta_group::2` at M = 128, where each CTA also holds one half of B.
+in lanes 64-127, and a lane's results are products with the operand A of the same lane, if A is in tensor memory. A
+single CTA uses `tcgen05.mma.ws` at M = 64; a pair uses `cta_group::2` at M = 128, where each CTA also holds one half of
+B.
 
 S = Q K^T runs as one product with N = 128 and half of the channels: lanes 0-63 hold Q[:, 0:256] and meet the keys'
 channels 0-255 (rows 0-63 of B), lanes 64-127 hold Q[:, 256:512] and meet channels 256-511 (rows 64-127 of B). The
@@ -114,7 +115,7 @@ def attention_kernel(
                 prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), WARPS_OF_GROUP * plan.ctas)
             prims.mbarrier_init(barriers + Barrier.Q_READY, WARPS_OF_GROUP * plan.ctas)
             prims.fence_mbarrier_init()
-        dependent_launch.wait()  # then the previous kernel has freed its tensor memory
+        dependent_launch.wait()  # afterwards the previous kernel has freed its tensor memory
         prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group=group)
         prims.tcgen05_relinquish_alloc_permit(group=group)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
@@ -159,7 +160,7 @@ def gather_rows(
     blocks: cutlass.Constexpr,
     plan: cutlass.Constexpr,
 ) -> None:
-    """Fills the stages of every second key tile with these blocks of 64 channels.
+    """Fills the stages of every second key tile with the channel blocks `blocks`, of 64 channels each.
 
     Four lanes share a row: in a block of 64 channels, lane q of the four converts channels [16 q, 16 q + 16), which are
     the 16-byte chunks 2 q and 2 q + 1 of a swizzled row. A warp's 8 rows then access every bank equally often.
@@ -253,8 +254,8 @@ def compute_softmax(
 ) -> None:
     """Thread i has head i % 64, keys [32 * (i // 64), + 32) of every key tile, and the channels of O in its lane.
 
-    The next work tile's Q is copied to tensor memory before this work tile's epilogue, whose duration hides its first
-    products.
+    The next work tile's Q is copied to tensor memory before this work tile's epilogue, so that the next work tile's
+    first products run during the epilogue.
     """
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -286,7 +287,10 @@ def softmax_of_work_tile(
     before: Int32,
     plan: cutlass.Constexpr,
 ) -> RowState:
-    """The final state of a work tile's rows; computes P of all its key tiles, which `before` key tiles precede."""
+    """Computes P of all key tiles of a work tile; returns the final softmax state of its rows.
+
+    `before` is the number of key tiles of the CTA's earlier work tiles.
+    """
     half = warp // 2
     head_row = thread % HEADS
     # With few keys the rounding errors of P do not average out; they are smallest relative to the true row max.

@@ -39,7 +39,7 @@ class Config:
 SLOT_BYTES = HEADS * ROW_DIM * 4
 """Bytes of a partial O; see the last fields of `Arguments`."""
 STATE_BYTES = len(RowState._fields) * HEADS * 4
-"""Bytes of the states of its rows."""
+"""Bytes of the softmax states of a partial O's rows."""
 
 
 def configurations() -> tuple[Config, ...]:
@@ -52,7 +52,7 @@ def compile(config: Config, arch: str = "sm_100a") -> Callable[..., None]:
     """The launcher of a configuration, from memory, from disk or from the compiler.
 
     Raises:
-        RuntimeError: CuTe DSL has the compiler of a CUDA older than 13.2.
+        RuntimeError: the compiler of CuTe DSL is older than CUDA 13.2.
     """
 
     def from_compiler() -> Callable[..., None]:

@@ -30,7 +30,7 @@ KV_BYTES = 3 * CHANNEL_BLOCKS * BLOCK_BYTES
 MAX_STAGES = 6
 P_BYTES = HEADS * SWIZZLE_ROW_BYTES
 ROW_BITS_BYTES = 16
-"""Bytes of a key tile's row bits: a word for the 16 rows of each gather warp of a group."""
+"""Bytes of a key tile's row bits: a word for the 16 rows of each warp of a gather group."""
 EIGHT_ROWS = 0x11111111
 """A bit for each of eight rows; four lanes of a warp share a row."""
 ALL_ROWS = EIGHT_ROWS | EIGHT_ROWS << 1
@@ -103,16 +103,19 @@ class Plan:
         return self.blocks * BLOCK_BYTES
 
     def block_offset(self, block: int) -> int:
-        """Offset of a block in its stage. With one CTA, b is followed by b + 4, so that both halves are one B of S."""
+        """Offset of a channel block in its stage.
+
+        With one CTA, block b + 4 follows block b, so that both halves of the channels are one operand B of S.
+        """
         place = block if self.ctas == 2 else block % 4 * 2 + block // 4
         return place * BLOCK_BYTES
 
     def first_block_of_out(self, product: int) -> int:
-        """First of the blocks that are B of O's product 0 or 1."""
+        """First channel block of operand B in product 0 or 1 of the two products for O."""
         return product * self.blocks // 2
 
     def channel(self, column: Int32, half: Int32) -> Int32:
-        """Channel of O that a column has in lanes [64 * half, 64 * half + 64)."""
+        """Channel of O that is in column `column` of lanes [64 * half, 64 * half + 64)."""
         if self.ctas == 2:
             return half * HALF_DIM + column
         return column // (HALF_DIM // 2) * HALF_DIM + half * (HALF_DIM // 2) + column % (HALF_DIM // 2)
@@ -124,7 +127,7 @@ class Barrier(IntEnum):
     FULL = 0  # [stages] a key tile is in this CTA's stage
     ALL_FULL = 6  # [stages] a key tile is in the stages of both CTAs of a pair: the first CTA's barrier
     PV_DONE = 12  # [stages] P V of the stage's key tile is in O; the stage and P's buffer are free
-    S_READY = 18  # [2]
+    S_READY = 18  # [2] S of a key tile is in tensor memory
     P_READY = 20  # [2] P of all CTAs is in shared memory: the first CTA's barrier
     Q_READY = 22  # Q of all CTAs is in tensor memory: the first CTA's barrier
     COUNT = 23

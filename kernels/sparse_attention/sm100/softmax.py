@@ -149,7 +149,7 @@ def sum_of(values: list[Float32]) -> Float32:
 def exchanged(place: cutlass.Pointer, thread: Int32, value: Float32) -> Float32:
     """The value of the thread that has the other keys of the same head.
 
-    Another barrier must precede the next write to `place`, so that it follows this read.
+    Another barrier must precede the next write to `place`, so that the write follows this read.
     """
     place = typed(place, Float32)
     (place + thread).store(value)

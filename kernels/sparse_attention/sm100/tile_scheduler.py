@@ -19,8 +19,8 @@ class WorkTile(NamedTuple):
     kv_split: Int32
     kv_splits: Int32
     slot: Int32  # scratch slot of the partial result; slots of a token and block of heads are adjacent
-    first_tile: Int32  # key tiles of the token
-    num_tiles: Int32  # 0: the token has no such KV split
+    first_tile: Int32  # index of the first key tile among the token's key tiles
+    num_tiles: Int32  # 0 if kv_split >= kv_splits
     window_tiles: Int32  # key tiles of the window, before those of the entries
     num_entries: Int32
 

@@ -1,22 +1,22 @@
 """Attention on Hopper for few tokens: every step of a token has its own CTA, and a token's CTAs are a cluster.
 
 The bits are those of persistent.py: a step is computed with the same products in the same order, and steps are merged
-in the same order. But there is less to wait for. A CTA needs no knowledge of other tokens: its position in the grid is
+in the same order. But a CTA waits for less. It needs no knowledge of other tokens: its position in the grid is
 its step, channel split, token and block of heads. No stage is used twice, so none is given back. And partial results
-do not go through global memory: every CTA of the cluster receives some columns of all of them by `st.async`.
+do not go through global memory: every CTA of the cluster receives its columns of all partial results by `st.async`.
 
     who             does                                                        waits for
     one warp        loads Q, by TMA, group by group
     producers       gather rows: e4m3 -> bf16, st.shared; cp.async              row indices, rows
     consumers       S = Q K^T, group by group as they arrive                    full[group], keys and Q
                     P; its row sums go to all CTAs while products run           the other consumer's P
-                    P V of all their channels; columns go to their CTAs         ready: all have read Q (or keys)
+                    P V of their channels; sends columns to the merging CTAs    ready: all CTAs have read Q (or keys)
                     combine: merge the columns of all steps in order; write O   received, all bytes
 
 Four lanes share a row in all groups, so that the groups complete in the order in which the scores need them.
 
 CTAs beyond a token's steps only take part in the waits. A cluster waits for no other cluster, so correctness does not
-depend on how many are resident at once; but the kernel is only faster if all are
+depend on how many clusters are resident at once; but the kernel is only faster than persistent.py if all of them are
 (`launch._channel_splits_of_clusters`).
 """
 
@@ -393,7 +393,7 @@ def combine_columns(
 def merge_slot(
     config: Configuration, slot: Int32, mine: Int32, row_max: cute.Tensor, row_sum: cute.Tensor, products: list
 ) -> None:
-    """Merges the `mine` columns of a step into the columns of the steps before it."""
+    """Merges the `mine` columns that a step sent into the merged columns of the earlier steps."""
     columns = count_columns(config) // 2
     row_stats = ptx.load_shared_f32x4(slot)
     words = []

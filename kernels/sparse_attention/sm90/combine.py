@@ -87,7 +87,7 @@ def list_partials(
             mine = Int32(1)
         if sub_split >= work_tile.sub_splits:
             mine = Int32(0)
-        # Whole KV splits need no mark of their own: merging each into an empty result first changes no bit.
+        # A KV split that is one partial result needs no mark: merging it into an empty result first changes no bit.
         marks = begins & ((splits.sub_splits != 1) | (sub_split == 0))
         total = warp_prefix_sum(mine, lane)
         number = slot_of_tile(first + sub_split * tiles_per_sub_split(config, args))
@@ -111,7 +111,7 @@ def partial_address(args: Arguments, partials: cute.Pointer, i: Int32, thread: I
 def first_column(config: Configuration, warp: Int32, cta: Int32, ctas: Int32) -> Int32:
     """The first column that CTA `cta` of a token's `ctas` combines, for a warp.
 
-    What is divided are pairs of a column and a warp (16 rows), the same for both consumers.
+    The CTAs divide pairs of a column and a warp (16 rows), in the same way for both consumers.
     """
     columns = config.groups_per_split * GROUP // 8 * 4
     return (ptx.divide(cta * columns, ctas) + 3 - warp) // 4
@@ -237,8 +237,8 @@ def combine_columns(
     partials = shared.partials.data_ptr()
     count = partials.load()
     size = 4 * groups
-    thread = consumer * 128 + warp * 32 + lane  # that wrote these values
-    # The current KV split, and all KV splits up to it.
+    thread = consumer * 128 + warp * 32 + lane  # the index of the thread that wrote these values
+    # row_*: the current KV split; all_*: the earlier KV splits, then this one too.
     row_max, row_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     values = cute.make_rmem_tensor((size,), Float32)
     all_max, all_sum = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
@@ -303,7 +303,7 @@ def write_columns(
                     ptx.store_u32(args.out + (at + column) * 2, ptx.pack_bf16(low, high))
 
 
-# Combine where the first sub-split is the longest: the others prefetch all other partial results
+# Combine where the first sub-split is the longest: the CTAs of the others prefetch all partial results but the first
 
 
 @cute.jit
@@ -312,8 +312,8 @@ def choose_prefetch(
 ) -> None:
     """Writes whether a token's sub-splits prefetch partial results before the first sub-split's is written.
 
-    They do if only the first sub-split is longer than the others, and shared memory has room for all that they combine.
-    `steps` are the steps of this lane's sub-split.
+    They do if the token has one KV split, only its first sub-split is longer than the others, and shared memory has
+    room for all that they combine. `steps` are the steps of this lane's sub-split.
     """
     first_one, second_one = cute.arch.shuffle_sync(steps, 0), cute.arch.shuffle_sync(steps, 1)
     results, others = splits.steps - first_one, ptx.imax(splits.all_sub_splits - 1, Int32(1))
@@ -333,7 +333,7 @@ def combine_prefetched(
     consumer: Int32,
     work_tile: WorkTile,
 ) -> None:
-    """Combines where the first sub-split has a step more than the others: the others divide the columns.
+    """Combines where the first sub-split has a step more than the others: the CTAs of the others divide the columns.
 
     While they wait for the first partial result they load all others to the shared memory of Q, keys and P: row
     statistics [results][256][4] and columns [results][columns][256][4]. Every thread loads and reads its own values.

@@ -37,9 +37,9 @@ class Thread(NamedTuple):
     """A thread of a consumer warpgroup."""
 
     number: Int32
-    """In the CTA."""
+    """Index of the thread in the CTA."""
     warp: Int32
-    """In the warpgroup."""
+    """Index of the warp in the warpgroup."""
     lane: Int32
     row: Int32
     """The first row of the accumulators that the thread has; the second is row + 8."""
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
     free: cute.Pointer
     p: Int32
     rows: cute.Pointer
-    """Bits of this consumer's key tile: which of its rows are no holes."""
+    """A bit for each row of this consumer's key tile, 0 for a hole."""
     step_max: Int32
     """Row maxima that the consumers exchange, from this thread's row on."""
 
@@ -77,7 +77,7 @@ class Registers(NamedTuple):
     """P of this consumer's key tile, bf16."""
     other_p: cute.Tensor
     """P of the other key tile: in registers, or in shared memory."""
-    # Of two rows each.
+    # Each of the following has one value for each of the thread's two rows.
     weight: cute.Tensor
     """Factor of a step's product."""
     step_sum: cute.Tensor
@@ -255,7 +255,7 @@ def finish_sub_split(
     load_q: cutlass.Constexpr,
 ) -> None:
     """Ends a work tile where keys are divided: signals its partial results, or writes O if it is the only sub-split."""
-    sync(NamedBarrier.CONSUMERS)  # Q is not read any more, and what this CTA exports is stored
+    sync(NamedBarrier.CONSUMERS)  # Q is not read any more, and all exported partial results are stored
     ctas, _, _ = cute.arch.grid_dim()
     work_tile = scheduler.published_tile(config, shared, iteration)  # rematerialised
     if work_tile.sub_splits > 1:
@@ -314,13 +314,14 @@ def exchange_p(
     step_max: tuple,
     registers: Registers,
 ) -> None:
-    """P = 2**(S - row max) of this consumer's key tile and of the other's; rescales O for the step's product."""
+    """Computes P = 2**(S - step's row max) of this consumer's key tile and exchanges it for the other consumer's P;
+    rescales O for the step's product."""
     packed_p = cute.recast_tensor(registers.own_p, Uint32)
     softmax.exponentiate(args, registers.scores, step_max, packed_p, registers.step_sum)
     softmax.store_p(memory.p + consumer * BLOCK_BYTES, packed_p, at.warp, at.lane)
-    if const_expr(not config.p_in_registers):  # else it is read by generic loads, not by wgmma
+    if const_expr(not config.p_in_registers):  # otherwise P is read by generic loads, not by wgmma
         cute.arch.fence_view_async_shared()
-    if consumer == 1:  # consumer 0 arrives after it has started its first product, before this consumer's
+    if consumer == 1:  # consumer 0 arrives later, when it has issued its first product, to precede this one's
         arrive(NamedBarrier.P + 1)
     softmax.rescale_out(
         step_max, registers.step_sum, registers.row_max, registers.row_sum, registers.weight, registers.out
@@ -411,7 +412,7 @@ def finish_step(
 
 @cute.jit
 def release_other_channels(config: cutlass.Constexpr, free: cute.Pointer, channel_split: Int32, lane: Int32) -> None:
-    """Gives back this consumer's groups of other CTAs' channel splits, which only the scores need."""
+    """Gives back the groups in this consumer's half that belong to other channel splits: only the scores need them."""
     for place in cutlass.range_constexpr(HALF_GROUPS):
         if place // config.groups_per_split != channel_split:
             arrive_for_warp(free + place, lane)

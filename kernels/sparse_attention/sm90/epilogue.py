@@ -58,7 +58,7 @@ def reduce_row_sums(
     barrier: NamedBarrier | Int32 = NamedBarrier.CONSUMERS,
     threads: cutlass.Constexpr = CONSUMER_THREADS,
 ) -> None:
-    """Sums `row_sum` of two rows over the threads of both consumers that share them; meets them at a barrier."""
+    """Sums `row_sum` of two rows over the threads of both consumers that share them; waits for them at `barrier`."""
     place = Int32(shared.row_sums.data_ptr().toint()) + row * 4
     for i in cutlass.range_constexpr(2):
         row_sum[i] += cute.arch.shuffle_sync_bfly(row_sum[i], offset=1)

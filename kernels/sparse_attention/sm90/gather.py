@@ -124,7 +124,7 @@ def row_address(config: cutlass.Constexpr, args: Arguments, step: Int32, row_ind
 def scales_address(
     config: cutlass.Constexpr, args: Arguments, step: Int32, row_index: Int32, first: Int32 | int = 0
 ) -> Int64:
-    """Address of a row's scale bytes from byte `first` on; for a hole, the address of row 0's."""
+    """Address of a row's scale bytes from byte `first` on; for a hole, of row 0's scale bytes."""
     table, page_bytes = table_of_step(config, args, step)
     existing = row_index
     if row_index < 0:

@@ -132,7 +132,7 @@ def _cluster_size(problem: Problem) -> int:
 
 
 def _channel_splits_of_clusters(problem: Problem) -> int:
-    """Channel splits with a CTA for every step of every token; 0 if these CTAs do not fit on the GPU.
+    """The most channel splits with which every step of every token has its own CTA; 0 if no number fits on the GPU.
 
     At least two: exchanging all channels takes longer than the persistent kernel needs to combine.
     """
@@ -233,9 +233,9 @@ def _configuration_of_few_heads(problem: Problem) -> FewHeads:
 
 
 def _parts(problem: Problem) -> int:
-    """CTAs that divide a token's leaves: the fastest number by the measured MICROSECONDS."""
+    """CTAs among which a token's leaves (few_heads/elements.py) are divided: the fastest number by MICROSECONDS."""
     tiles = problem.max_steps * TILES_OF_STEP
-    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # of every token of this call, however short
+    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # the most elements of a token
     clusters = num_clusters(problem.q.device)
 
     def by_tiles(n: int) -> bool:

@@ -1,7 +1,7 @@
 """Partial results of the Hopper kernel: scratch slots in global memory, and counters of the written slots.
 
-A CTA has SLOTS_PER_CTA scratch slots. Every token, block of heads and channel split has two counters: sub-splits that
-are written, and CTAs that have combined their columns. All counters are zero between launches.
+A CTA has SLOTS_PER_CTA scratch slots. Each combination of token, block of heads and channel split has two counters:
+written sub-splits, and CTAs that have combined their columns. All counters are zero between launches.
 """
 
 import cutlass
@@ -75,7 +75,7 @@ def store_row_stats(address: Int64, thread: Int32, row_max: cute.Tensor, row_sum
 
 
 def load_row_stats(slot: Int64, wanted: Boolean) -> tuple:
-    """(row maxima, row sums) of a thread in a scratch slot, or zeros; `slot` is the thread's own address in it."""
+    """(row maxima, row sums) of a thread in a scratch slot; zeros unless `wanted`. `slot` is the thread's address."""
     loaded = ptx.load_f32x4_if(wanted, slot + SLOT_BYTES)
     return (loaded[0], loaded[2]), (loaded[1], loaded[3])
 
@@ -155,5 +155,5 @@ def reset_counters_by_last_cta(
 
 
 def may_prefetch(config: Configuration) -> bool:
-    """Whether tokens may have one KV split and several sub-splits, whose CTAs have no second work tile."""
+    """Whether a token of one KV split may have several sub-splits, each in a CTA without a second work tile."""
     return config.split == Split.SUB_SPLITS

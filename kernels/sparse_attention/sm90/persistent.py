@@ -1,5 +1,5 @@
 """Attention on Hopper: wgmma over gathered rows, one persistent kernel for decode, speculation and prefill. (Calls of
-few tokens with few keys have another kernel with the same bits, cluster.py.)
+few tokens with few keys have another kernel with the same bits, cluster.py; calls of few heads have few_heads/.)
 
 A work tile is one query token, one block of 64 heads, one sub-split of its keys and one split of the channels of O. A
 CTA iterates over work tiles (tile_scheduler.py). For each it loads Q once, and then keys in steps of 128: two key tiles
@@ -35,8 +35,8 @@ the row sums (`softmax.rescale_factors`): O = O * a + (P V) * b in fp32. So any 
 order of the merges is kept: the steps of a token are merged within KV splits, then KV splits with each other, and the
 KV splits follow from the token's own length alone (`split.num_kv_splits`, `split.kv_split_steps`). Results are bitwise
 equal in any batch, on any number of multiprocessors, and with and without `split_keys` for a token that has one KV
-split. Only the assignment of steps to CTAs depends on the batch: if all of them fit on the GPU at once, KV splits are
-divided into sub-splits of a few steps, and the channels into channel splits; if tokens are many, a CTA has whole
+split. Only the assignment of steps to CTAs depends on the batch: if all work tiles fit on the GPU at once, KV splits
+are divided into sub-splits of a few steps, and the channels into channel splits; if tokens are many, a CTA has whole
 tokens, and merges their KV splits by way of a scratch slot of its own. The scores are summed over the channels in one
 order for every channel split. A sub-split at the beginning of a KV split merges its steps. Later sub-splits export one
 partial result a step; the running (max, sum, O) that they continue is in another CTA.
@@ -44,16 +44,17 @@ partial result a step; the running (max, sum, O) that they continue is in anothe
 Lazy rescaling: a row max, in units of log2, only moves when the row max of a step exceeds it by more than RESCALE_LOG2,
 which is rare after a work tile's first step. The row sum is the sum of P as it is multiplied, in bf16.
 
-One warp computes which work tile comes next while rows are being loaded, and all warps read it in shared memory
-(`publish_tile`). Producers, which are ahead, compute their work tiles themselves, except the first.
+Where keys are divided, one warp computes the next work tile while rows are being loaded, and the consumers read it
+from shared memory (`publish_tile`). Producers, which are ahead of the consumers, compute their work tiles themselves,
+except the first.
 
 Partial results are fp32, in scratch slots of their CTA. Every CTA of a token then combines some of the columns, one
 iteration later than it wrote its own, so no CTA waits while it has work. Where only the first sub-split of a token has
-a step more than the others, the others combine, and prefetch all partial results but the first while they wait for it.
-A CTA waits for sub-splits of the same token, whose numbers are below the number of the work tile that it has just
-written; and before it overwrites a slot, for the combine that reads the slot, which is older still. So every wait ends,
-because all CTAs are resident at once (one a multiprocessor, by a cooperative launch), and a token has at most as many
-KV splits as there are CTAs, which `launch.sparse_attention` checks.
+a step more than the others, the CTAs of the others combine, and prefetch all partial results but the first while they
+wait for the first. A CTA waits for sub-splits of the token that it combines, whose numbers are below the number of the
+work tile that it has just written; and before it overwrites a slot, for the combine that reads the slot, of a still
+older work tile. So every wait ends, because all CTAs are resident at once (one a multiprocessor, by a cooperative
+launch), and a token has at most as many KV splits as there are CTAs, which `launch.sparse_attention` checks.
 """
 
 import cuda.bindings.driver as cuda
@@ -224,7 +225,7 @@ def produce(
             if const_expr(fp8 and i + depth < num_groups):
                 coming_group = scheduler.group_at((i + depth) * per_half + rank)
                 gather.load_group(config, address, half, coming_group, words[i % depth])
-        # Not earlier: within a step the consumers wait for every group, after it they have work.
+        # Not earlier: within a step the consumers wait for every group; after its last group they have other work.
         gather.locate_rows(
             config, args, next_step, next_row_indices + row, gather.first_byte(config, half, row_lane), address
         )

@@ -46,11 +46,11 @@ class NamedBarrier(IntEnum):
     CONSUMERS = 1
     """Both consumers meet."""
     P = 2
-    """And 3: this consumer's P is in shared memory and its keys are read; the other consumer waits for it."""
+    """2 and 3, one a consumer: its P is in shared memory and its keys are read; the other consumer waits for it."""
     PRODUCER = 4
-    """And 5 to 7: the row indices of a step are in this producer's shared memory."""
+    """4 to 7, one a producer: the row indices of a step are in this producer's shared memory."""
     COMBINE = 8
-    """And 9 to 11: row sums of this warp's rows, of both consumers."""
+    """8 to 11, one for the same warp of both consumers: their row sums of its rows are in shared memory."""
 
 
 class Entries(IntEnum):
@@ -97,8 +97,8 @@ class Configuration:
 
     @property
     def producers(self) -> int:
-        """Producer warpgroups: one for each half of the channels, or two that alternate if O leaves enough registers.
-        One for both halves suffices to copy bf16 rows, unless work tiles are single steps."""
+        """Producer warpgroups: one for each half of the channels, or two for each half, which alternate, if channel
+        splits leave enough registers. One for both halves suffices for bf16 rows, unless tokens are single steps."""
         if self.channel_splits > 1:
             return 4
         return 2 if self.fp8_rows or self.entries == Entries.NONE else 1
@@ -149,8 +149,8 @@ class Configuration:
 WHOLE_TOKENS = 1 << 20
 """Value of `sub_split_steps` that makes all KV splits of a token one work tile."""
 MAX_SUB_SPLIT_STEPS = 3
-"""Steps of a sub-split at most, or one more, if tokens differ in length. KV splits are divided if all sub-splits of a
-launch fit on the GPU at once."""
+"""The most steps of a sub-split (sometimes one more) where tokens differ in length. KV splits are divided if all
+sub-splits of a launch fit on the GPU at once."""
 MIN_CTAS_PER_TOKEN = 2
 """KV splits are divided only if each token, block of heads and channel split can have this many CTAs."""
 SCRATCH_SLOTS = 3

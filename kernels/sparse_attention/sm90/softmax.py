@@ -1,6 +1,6 @@
 """The consumers' softmax in the Hopper kernels: scores of a step, row max, P; lazy rescaling and LSE merge.
 
-Every step has its own row max, and products that begin at zero. It is then merged into O and the row sums:
+Every step has its own row max, and products that begin at zero. The step is then merged into O and the row sums:
 O = O * a + (P V) * b in fp32, with a and b from `rescale_factors`. Every merge of the kernels has this form, so the
 bits do not depend on which CTA merges.
 """
@@ -169,7 +169,7 @@ def exponentiate(
             high = ptx.exp2(ptx.fma(scores[4 * j + 2 * i + 1], args.scale_log2, -step_max[i]))
             pair = ptx.pack_bf16(low, high)
             packed_p[2 * j + i] = pair
-            # The sum of the rounded values that are multiplied: their rounding then cancels in O / sum.
+            # The sum of the rounded values, which the products use too: the rounding then cancels in O / sum.
             step_sum[i] = step_sum[i] + (ptx.as_f32(pair << 16) + ptx.as_f32(pair & Uint32(0xFFFF0000)))
 
 
@@ -183,7 +183,7 @@ def store_p(block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
 
 
 def load_p(block: Int32, words: cute.Tensor, warp: Int32, lane: Int32) -> None:
-    """Loads what the same warp of the other consumer stored by `store_p`."""
+    """Loads the P that the same warp of the other consumer stored by `store_p`."""
     for j, address in enumerate(p_addresses(block, warp, lane)):
         words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3] = ptx.load_matrices(address)
 

@@ -60,9 +60,9 @@ class TokenSplits(NamedTuple):
 def work_tile_at(
     config: Configuration, args: Arguments, shared: cutlass.Constexpr, index: Int32, iteration: Int32
 ) -> WorkTile:
-    """A work tile: where keys are divided, by this CTA's iteration; otherwise by its number.
+    """A work tile by its number, or, where keys are divided, by this CTA's iteration.
 
-    Where keys are divided, one warp has computed it for all: that takes several hundred cycles.
+    Where keys are divided, one warp has computed it for all warps, because that takes several hundred cycles.
     """
     return published_tile(config, shared, iteration) if config.split else compute_tile(config, args, shared, index)
 
@@ -181,10 +181,10 @@ def rematerialise(config: Configuration, channel_split: Int32 | int) -> Int32 | 
 
 
 def group_at(i: Int32 | int) -> Int32 | int:
-    """The channel group of either half that is filled and read as the i-th.
+    """The channel group, within either half, that is filled and read as the i-th.
 
-    The first is the group that is copied asynchronously, the last channels of FP8 rows. The scores are summed in this
-    order for every channel split.
+    A half's last group comes first: in the upper half of FP8 rows it is bf16 and is copied asynchronously. The scores
+    are summed in this order for every channel split.
     """
     return (HALF_GROUPS - 1 + i) % HALF_GROUPS
 
@@ -253,7 +253,8 @@ def ends_kv_split(args: Arguments, work_tile: WorkTile, step: Int32) -> Boolean:
 def divide_token(args: Arguments, steps: Int32, sub_split_steps: Int32) -> TokenSplits:
     """The division of a token of `steps` steps.
 
-    `sub_split_steps` > 0: KV splits are divided into sub-splits of this many steps, unless they are little longer.
+    `sub_split_steps` > 0: KV splits are divided into sub-splits of this many steps, unless they are at most one step
+    longer.
     `sub_split_steps` < 0: KV splits are divided into as many sub-splits as a token with -sub_split_steps CTAs allows.
     `sub_split_steps` = 0: KV splits stay whole.
     `sub_split_steps` = WHOLE_TOKENS: tokens stay whole, and their CTA merges their KV splits.
@@ -273,7 +274,7 @@ def divide_token(args: Arguments, steps: Int32, sub_split_steps: Int32) -> Token
             sub_splits = most
     all_sub_splits = kv_splits * sub_splits
     if (kv_splits > 1) & (kv_splits < steps) & (steps <= -sub_split_steps):
-        sub_splits, all_sub_splits = Int32(0), steps  # no sub-split is a step longer than another
+        sub_splits, all_sub_splits = Int32(0), steps  # a step each: no sub-split is longer than another
     return TokenSplits(steps, kv_splits, sub_splits, all_sub_splits)
 
 
@@ -341,7 +342,7 @@ def schedule_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.C
         sub_splits_of_all = count_sub_splits(args, longest, sub_split_steps)
         rows = args.num_tokens * sub_splits_of_all
         if const_expr(config.split == Split.KV_SPLITS):
-            # Whole tokens, if no CTA gets more KV splits by that.
+            # Tokens stay whole if no CTA gets more KV splits that way.
             ctas, _, _ = cute.arch.grid_dim()
             tokens = args.num_tokens * tiles_per_sub_split(config, args)
             kv_splits = rows * tiles_per_sub_split(config, args)
@@ -364,8 +365,9 @@ def schedule_tiles(config: cutlass.Constexpr, args: Arguments, shared: cutlass.C
 def choose_sub_split_steps(config: cutlass.Constexpr, args: Arguments, longest: Int32, lane: Int32) -> Int32:
     """`sub_split_steps` of `divide_token` with which all sub-splits fit on the GPU at once; computed by one warp.
 
-    Either the same number of CTAs for every token, or, if that gives shorter sub-splits, the shortest possible equal
-    length, which helps where tokens differ in steps. This depends on the whole batch; results do not depend on it.
+    Either every token gets the same number of CTAs, or all sub-splits get the same length, the shortest possible, if
+    that gives shorter sub-splits, which helps where tokens differ in steps. The choice depends on the whole batch;
+    results do not depend on the choice.
     """
     chosen, each = Int32(0), args.ctas_per_token
     if const_expr(config.split == Split.KV_SPLITS):

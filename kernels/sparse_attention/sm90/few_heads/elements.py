@@ -53,7 +53,7 @@ def divide_keys(args: Arguments, steps: Int32, parts: Int32) -> Keys:
 
 @cute.jit
 def first_tile(keys: Keys, leaf: Int32) -> Int32:
-    """First tile of a leaf; for `leaf == keys.leaves` the end. KV splits begin at steps, pieces of one at any tile."""
+    """First tile of a leaf; for `leaf == keys.leaves` the end. KV splits begin at steps, pieces at any tile."""
     tile = Int32(0)
     if keys.kv_splits > 1:
         tile = ptx.divide(leaf * keys.steps, keys.leaves) * TILES_OF_STEP
@@ -96,7 +96,7 @@ def merge_element(
     row_sum: cute.Tensor,
     out: cute.Tensor,
 ) -> None:
-    """Merges an element into the earlier elements, as `combine` does; the statistics of these are in shared memory."""
+    """Merges an element into the earlier elements, as `combine` does; shared memory has the earlier statistics."""
     stats = Int32(shared.stats.data_ptr().toint()) + lane % 4 * 16
     total_max, total_sum = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
     before, joining = (cute.make_rmem_tensor((STATISTICS,), Float32) for _ in range(2))
@@ -131,8 +131,9 @@ def store_stats(
 
 
 def place_of(channel: Int32, head: Int32) -> Int32:
-    """Byte offset of a channel of a head in an element: [512 channels][heads] fp32, with heads and channels swapped by
-    eights and ones, so that the threads of a warp access different banks both when storing and when merging."""
+    """Byte offset of a channel of a head in an element: [512 channels][heads] fp32, swizzled so that the threads of a
+    warp access different banks both when storing and when merging. Bit 3 of the channel flips the channel's bit 0, and
+    bits 1 and 4 of the channel each flip bit 3 of the head."""
     other = (channel // 16 ^ channel // 2) & 1
     return ((channel ^ (channel // 8 & 1)) * COLUMNS + (head ^ (other * 8))) * 4
 
@@ -163,7 +164,7 @@ def leave_element(
 
 
 def load_channels(groups: int, values: list, parts: Int32) -> list:
-    """Eight adjacent channels of every 64 that a CTA has, of a head; of `groups` times 64 channels, or half as many.
+    """Eight adjacent channels of one head from each of `groups` groups of 64; 0 beyond this CTA's channels.
 
     `values` are the addresses of the first four channels; the others have the same distances.
     """
@@ -197,7 +198,7 @@ def merge_all(
     for other in cutlass.range(parts, unroll=1):
         begin, end = first_leaf(keys, other, parts), first_leaf(keys, other + 1, parts)
         if (begin == 0) & (keys.leaves == keys.elements):
-            end = Int32(1)  # that part has merged its elements
+            end = Int32(1)  # the first part has merged its elements
         for i in cutlass.range(end - begin, unroll=1):
             values = [place + i * ELEMENT_BYTES for place in own]
             stats = own_stats + i * (COLUMNS * 8)

@@ -1,7 +1,7 @@
-"""Attention on Hopper with 16 heads or less, where gathering and converting rows dominates.
+"""Attention on Hopper with at most 16 heads, where gathering and converting rows dominates.
 
-The other kernels multiply 64 heads by the keys, however few exist. Here keys are the rows of both products and heads
-the columns, so that the time and the operand reads of the tensor core shrink with the heads:
+The other kernels always multiply 64 heads by the keys, missing heads included. Here keys are the rows of both products
+and heads the columns, so that the time and the operand reads of the tensor core shrink with the heads:
 
     S^T[64 keys, heads] = K Q^T          keys from registers of the threads that converted them
     O^T[64 channels, heads] = V^T P^T    values from shared memory, where the same threads have stored them
@@ -25,14 +25,14 @@ parts, each part has a CTA, which then ends.
 Keys come in tiles of 64. Each is computed by itself, with its own maximum and products that begin at zero, and then
 merged, lazily as in persistent.py. The order of the merges follows from the token's own length: tiles are merged to
 elements, and elements to the token's result. The elements of a token are its KV splits (split.py), or, if it has a
-single KV split, PIECES parts of that. So the bits do not depend on which CTA computes an element.
+single KV split, PIECES pieces of it. So the bits do not depend on which CTA computes an element.
 
 Where tokens are few, `parts` CTAs share the elements of a token, at most two each (except the first CTA, which may
 merge its elements). They are a cluster: each stores its elements in its own shared memory, all meet, and each merges
 all elements for its part of the channels. If there are more CTAs than pieces, they share the tiles: each stores up to
-two, and the CTA that merges them first merges tiles to elements. A CTA waits for other CTAs only within a cluster,
-whose CTAs start together, and there are no counters and no scratch memory: correctness does not depend on what else
-runs on the GPU.
+two, and every CTA merges tiles to elements first. Leaves are the units that parts compute and store separately:
+elements, or tiles. A CTA waits for other CTAs only within a cluster, whose CTAs start together, and there are no
+counters and no scratch memory: correctness does not depend on what else runs on the GPU.
 
     who waits         for what                                                      at
     a thread          16 channels of its rows, of the group it converts next        cp.async group
@@ -41,7 +41,7 @@ runs on the GPU.
     the CTA           its products have read the values                             TILE_BARRIER
     the CTA           the last copies (zeros) to the memory of the elements         TILE_BARRIER
     the CTA           Q; reads of the statistics that an element changes            barrier 0
-    the cluster       leaves of all parts; that all have been read                  cluster barrier
+    the cluster       leaves of all parts; reads of all leaves                      cluster barrier
     the CTA           the same for a whole token, before the next token             barrier 0
 """
 
@@ -107,9 +107,9 @@ class Leaves(NamedTuple):
     begin: Int32
     end: Int32
     tile: Int32
-    """First tile of its leaves."""
+    """First tile of the part's leaves."""
     last: Int32
-    """End of the tiles of its leaves."""
+    """End of the tiles of the part's leaves."""
 
 
 @cute.jit
@@ -270,7 +270,7 @@ def attend(
         if next_token < args.num_tokens:
             rows.store_q(shared, thread, q)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier()  # Q is stored and the elements are read: a token that has a next one has one part
+            cute.arch.barrier()  # Q is stored, the elements are read: a token before a next one has one part
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()  # all CTAs have read this CTA's elements
         token = next_token

@@ -11,19 +11,19 @@ from dsv4_kernels.sparse_attention.sm90.plan import DIM, GROUPS, KEY_TILE, KEY_T
 COLUMNS = 16
 """Columns of the products; missing heads are zeros."""
 PIECES = 4
-"""Elements of a token that has a single KV split."""
+"""Elements of a token that has a single KV split and at least this many tiles."""
 MAX_ELEMENTS = 2
-"""Elements of a CTA that does not have the token's first element: one in registers while the next is computed."""
+"""Elements at most of a CTA without the token's first element: registers hold one while the next is computed."""
 PARTS = (1, 2, 4, 8)
 """CTAs of a cluster, which divide a token's elements, or its tiles if there are more CTAs than pieces."""
 MICROSECONDS = {1: (7.8, 2.2), 2: (11.5, 3.0)}
-"""Time of a launch and of each tile of a CTA, by the number of CTAs a multiprocessor; measured on an H200, precise
+"""Times of (a launch, each tile of a CTA) by the number of CTAs on a multiprocessor; measured on an H200, precise
 enough to choose among PARTS. It follows that clusters of four or eight CTAs get a multiprocessor for each CTA, and that
 large parts run one after the other rather than whole tokens with a CTA each."""
 WARPGROUP = 128
 WARPS = WARPGROUP // 32
 ROWS = 2
-"""Rows of a tile of a thread, 8 apart."""
+"""Rows of a tile that a thread loads, 8 apart."""
 TILE_BARRIER = 1
 """Named barrier of all threads of a CTA within a tile."""
 CTAS = 2
@@ -41,10 +41,10 @@ ELEMENT_BYTES = DIM * COLUMNS * 4
 STAGE_BYTES = WARPGROUP * 16
 """Bytes of e4m3 under way for one row and channel group: 16 a thread."""
 EARLY_GROUPS = 4
-"""First channel groups of FP8 rows. Their copies for the next tile are issued together, when this tile's have been
-read; the copies of the later groups are issued during the products with P. Not all are early, because copies under way
-when P is written may delay the fence after it (the compiler makes it a memory barrier); the early groups have arrived
-by then. The bits do not depend on it."""
+"""Channel groups of FP8 rows, from the first on, that are copied early: their copies for the next tile are issued
+together, once this tile's groups have been read; the copies of the later groups are issued during the products with P.
+Not all groups are early, because copies under way when P is written may delay the fence after that (the compiler makes
+the fence a memory barrier); the early groups have arrived by then. The bits do not depend on this number."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def locate(
     addresses: cute.Tensor,
     scales: cute.Tensor,
 ) -> None:
-    """Computes the addresses of this thread's first channels of its rows, and loads their scales. Without branches."""
+    """Computes the addresses of this thread's first channels of its rows, and loads the scales, without branches."""
     table, page_bytes = gather.table_of_step(config, args, tile // TILES_OF_STEP)
     first = quad * (16 if config.fp8_rows else 32)
     for i in cutlass.range_constexpr(ROWS):
@@ -159,14 +159,14 @@ def load_group(config: FewHeads, places: Places, group: int) -> list:
     return [[word for chunk in of_row for word in ptx.load_shared_16_bytes(chunk)] for of_row in chunks]
 
 
-# -> operands of the scores, and values in shared memory
+# Loaded groups -> operands of the scores, and values in shared memory
 
 
 def convert_half_group(
     config: FewHeads, group: int, j: int, words: list, scales: cute.Tensor, operand: cute.Tensor
 ) -> None:
-    """Eight channels of both rows of a loaded group as the left operands of two `wgmma`: 32 bits of row r, channels
-    8 j + 2 c and 2 c + 1, at [2 * c + r]."""
+    """Writes eight channels of both rows of a loaded group to `operand`, the left operands of two `wgmma`: element
+    2 * c + r has channels 8 j + 2 c and 8 j + 2 c + 1 of row r."""
     for row in range(ROWS):
         if group >= config.staged_groups:  # bf16 as they are
             for c in range(4):

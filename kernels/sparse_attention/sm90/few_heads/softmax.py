@@ -133,7 +133,7 @@ def rescale_out(
 
 
 def column_of(at: int) -> int:
-    """The thread's column of an element of O, whose groups follow each other."""
+    """The thread's column that accumulator element `at` of O belongs to; channel groups follow each other in O."""
     at %= COLUMNS // 2
     return at // 4 * 2 + at % 2
 
