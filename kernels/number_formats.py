@@ -268,8 +268,7 @@ def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
     ::
 
-        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # per 16 neighbours; a scale of 0 would lose
-            them
+        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # per 16 neighbours; never 0
         code = e2m1_rne(x / (scale * global_scale))
 
     Args:

@@ -29,7 +29,7 @@ def load_words_if(exists: Int32, address: Int64) -> tuple:
 
 
 def load_f32x4(address: Int64) -> tuple:
-    """Four fp32 from global memory that other threads read, too."""
+    """Four fp32 from global memory, through L1, because other threads read them, too."""
     return ptx.asm("ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
 
 

@@ -4,8 +4,8 @@ CuTe DSL makes an object and a pointer of every field of an argument, which take
 one of our kernels, as long as a small kernel runs. Here the numbers of a NamedTuple are written into one buffer whose
 addresses stay the same.
 
-Our launch functions take NamedTuples whose fields have types of the DSL or are such NamedTuples. Compiling needs values
-of these types (`example`); a call passes Python's numbers.
+Our launch functions take NamedTuples whose fields have types of the DSL or are NamedTuples of the same kind. Compiling
+needs values of these types (`example`); a call passes Python's numbers.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ MAX_DIM = 8 * DIM_UNIT
 PRE_ROWS = (2 + STREAMS) * STREAMS
 HEAD_ROWS = STREAMS
 TOKENS = (1, 2, 4, 8)
-"""Possible sizes of a token group: up to N of the products."""
+"""Possible sizes of a token group: up to N = 8 of `mma.sync`."""
 TEAMS = 2
-"""Teams of a plan with several: as many as the registers allow with groups of eight tokens."""
+"""Teams of a plan that has more than one: as many as the registers allow with token groups of eight tokens."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a multiprocessor that CTAs can use; each CTA also takes 1 KiB of the 228."""
 REGISTERS = 64 * 1024

@@ -153,7 +153,8 @@ def fragments(words: list, scales: list, word: int) -> list:
 
 
 def weigh(sums: list, weights: list) -> tuple:
-    """Two keys' scores, in every lane of their quad, from a lane's products: of tile n the heads 8 n + 2 quad + {0, 1}.
+    """Two keys' scores, in every lane of their quad. Of tile n a lane has products with heads 8 n + 2 quad and the
+    next.
 
     Args:
         sums: for tile n, from 4 n on: the first key's products with both heads, then the second key's.

@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def brought(self) -> int:
-        """Tokens that a CTA of the cluster loads for all of them."""
+        """Tokens that a CTA of the cluster loads for all its CTAs."""
         return self.tokens // self.cluster
 
     # Shared memory: the stages' weights, then their tokens, then the scales of both, then barriers.
@@ -138,7 +138,7 @@ bandwidth and latency (4.3 TB/s times 0.9 us)."""
 
 
 def tile_rows(num_rows: int, multiprocessors: int) -> int:
-    """The largest tile with which enough multiprocessors have one."""
+    """The rows of a tile: the most with which a share BUSY of the multiprocessors has a tile, or the fewest of ROWS."""
     for rows in ROWS[:0:-1]:
         if -(-num_rows // rows) >= BUSY * multiprocessors:
             return rows

@@ -3,7 +3,7 @@
 Serving promises the same bits for a token in any batch or chunk. Not all of PyTorch's CPU kernels give them:
 `torch.sigmoid`, `silu`, `softplus` and `exp2` use a vector routine for most elements and a scalar routine for the last
 few of a thread's share, and the two differ by an ulp. `exp`, `log1p`, `sin` and `cos` (MKL's vector library, masked
-tails) and IEEE operations (+ - * / sqrt) do give them, so the functions here are built of those. The same holds for
+tails) and IEEE operations (+ - * / sqrt) do give them, so the functions here are built from these. The same holds for
 sums: here the order depends on the index in the reduced dimension only. (Products of rows with weights are in
 `dsv4_kernels.linear.tiled`.)
 """
