@@ -28,8 +28,8 @@ LIST_ENTRIES = (512, 2 * DECODE_SPLIT_KEYS)
 PAGE_TABLE_ENTRIES = (128, 512, 2 * DECODE_SPLIT_KEYS)
 """Entries that a list or a page table has room for: few, some, and enough for several KV splits."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
-"""Hopper's kernel has variants that divide keys and channels among CTAs, chosen by the number of tokens and the width
-of their lists; the bits are the same."""
+"""Numbers of tokens of the calls. Hopper's kernel has variants that divide keys and channels among CTAs, chosen by the
+number of tokens and the width of their lists; the bits are the same."""
 ROWS = 64
 """Rows of a call's tables."""
 

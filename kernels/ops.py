@@ -81,7 +81,7 @@ class Implementation:
     """Whether a row of the result has the same bits in every batch, on every supported device: they depend on the row's
     own inputs, not on the number or the contents of the other rows of a call."""
     batch_invariant_on_cpu: bool = False
-    """Whether that holds on a CPU at least, where every implementation computes a row by itself."""
+    """Whether a row of the result has the same bits in every batch at least on a CPU."""
     jobs: str | None = None
     """`"package.module:function"`: (ModelShapes, architecture "sm_90a") -> compile jobs of all kernels that forwards of
     the model run. A job is a callable without arguments that can be pickled."""

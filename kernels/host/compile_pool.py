@@ -56,8 +56,8 @@ def fill(todo: Sequence[tuple[str, Compile]], arch: str, progress: Progress, wor
         todo: kernels, each with a name for messages. Kernels that are on disk are loaded into this process.
         arch: of all of them, "sm_90a".
         progress: called from this thread.
-        workers: number of processes; None for as many as cores, memory and missing kernels allow. With one worker there is
-            nothing to gain, and the caller compiles.
+        workers: number of processes; None for as many as cores, memory and missing kernels allow. With one worker there
+            is nothing to gain, and the caller compiles.
 
     Returns:
         The number of kernels that workers compiled.

@@ -15,9 +15,10 @@ the mixture, so that streams are read once and written once.
                     x = norm of the mixture; writes it, and as e4m3                 squares_there, from all CTAs
 
 The order in which a token's sums are added depends on d only: over the channels of a warp unit by unit in each stream,
-then over the streams, over warps and last over CTAs one after the other; squares as `arithmetic.sum_over_units` says.
-Tokens of a group share the reads of fn and nothing else, so a token has the same bits in any batch and in groups of any
-size. After the last token a group is filled with zeros, whose results are not written.
+then over the streams, over warps and last over CTAs one after the other; a warp's squares are added as
+`arithmetic.sum_over_units` says. Tokens of a group share the reads of fn and nothing else, so a token has the same bits
+in any batch and in groups of any size. After the last token a group is filled with zeros, whose results are not
+written.
 
 With many tokens a CTA has two teams of threads, and clusters are persistent: a team processes one group after the
 other, while fn stays in shared memory for both teams. Teams share read-only data. A team reuses its buffers without an

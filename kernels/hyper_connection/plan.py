@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def quads(self) -> int:
-        """Groups of four sums for each token: one sum for each row of fn, and the sum of squares."""
+        """Quads (four sums each) of a token: one sum for each row of fn, and the sum of squares."""
         return self.rows // 4 + 1
 
     @property

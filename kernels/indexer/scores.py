@@ -1,6 +1,6 @@
 """Scores of a CSA layer's entries on a GPU (sm_90a, sm_100a): FP4 keys and queries on tensor cores by `mma.sync`.
 
-For few tokens; on Hopper prefills use `prefill_scores`, where tokens share the expanded keys.
+Prefills on Hopper use `prefill_scores` instead, where tokens share the expanded keys.
 
 A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. The
 channels of a product may lie anywhere in a fragment as long as both operands agree: a lane of a quad has 32 consecutive

@@ -160,7 +160,7 @@ def chosen(num_tokens: int, num_rows: int, multiprocessors: int) -> Plan:
 
 def planned(rows: int, tokens: int) -> Plan:
     """The plan for a shape of tile: stages of four blocks, or of two blocks where a block has more bytes, and as many
-    stages as hold `IN_FLIGHT` bytes or fit the shared memory.
+    stages as hold `IN_FLIGHT` bytes of weights or fit the shared memory.
 
     The overhead of a stage besides its products (a wait, loads of fragments, a wait for the last product: some 200
     clocks) is amortised over its blocks; a block's products take 80 clocks.

@@ -36,8 +36,8 @@ def at_least_as_many_as_threads(tokens: Tensor) -> Tensor:
     """Token indices for use as a batch of matrix products; on a CPU repeated until there are as many as threads.
 
     MKL gives each matrix of a batch to one thread, and then a matrix's bits do not depend on the batch. With fewer
-    matrices than threads it splits single matrices: measured with 5 x 24 on two threads and 24 x 100 on seven, their
-    bits then change.
+    matrices than threads it splits single matrices, and their bits change (measured with matrices of 5 x 24 on two
+    threads and of 24 x 100 on seven).
     """
     fewest = torch.get_num_threads() if tokens.device.type == "cpu" else 1
     if not 0 < len(tokens) < fewest:
