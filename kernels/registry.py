@@ -57,7 +57,7 @@ def register(
     """Adds an implementation to an op of the table; the arguments are the fields of `Implementation`.
 
     Raises:
-        KeyError: there is no such op.
+        KeyError: `op` is not in the table.
         ValueError: `loader` is not "module:attribute", or `op` already has an implementation called `name`.
     """
     module, _, attribute = loader.partition(":")
@@ -80,7 +80,7 @@ def available(op: str) -> tuple[str, ...]:
     """Names of the implementations of `op`, the highest priority first.
 
     Raises:
-        KeyError: there is no such op; the message lists the ops.
+        KeyError: `op` is not in the table; the message lists the ops.
     """
     if op not in _table:
         raise KeyError(f"no op {op!r}; the ops are: {', '.join(ops())}")
@@ -94,7 +94,7 @@ def select(op: str, device: torch.device, dtype: torch.dtype, impl: str | None =
     choice is logged at INFO.
 
     Raises:
-        KeyError: no such op or implementation; the message lists the existing ones.
+        KeyError: the op or the implementation does not exist; the message lists those that do.
         NotImplementedError: the named implementation, or every one if none is named, does not support this device and
             dtype, or is not batch-invariant where that is required.
     """

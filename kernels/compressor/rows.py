@@ -67,7 +67,7 @@ class Problem(NamedTuple):
     page_bytes: Int64  # from page to page, or from plain row to plain row
     eps: Float32
     is_packed: Int32  # whether the table has a byte format: FP8, or FP4 for an indexer's keys
-    is_rounded: Int32  # whether a plain table gets the values that such bytes would represent
+    is_rounded: Int32  # whether a plain table gets the values that the byte format would represent
     hadamard: Int32
 
 

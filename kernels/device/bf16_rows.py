@@ -1,7 +1,8 @@
 """Rows of bf16 in kernels: 16 bytes as eight channels, fp32 arithmetic with named rounding, reductions over lanes.
 
-Every operation here names its rounding. The compiler may contract a plain product and sum into one rounding, and it
-does so differently in two configurations of one kernel; a row's bits must not depend on which of them serves a batch.
+Every operation here names its rounding. The compiler may contract a plain product and sum into one rounding, and
+contracts differently in two configurations of one kernel; a row's bits must not depend on the configuration that serves
+a batch.
 """
 
 from collections.abc import Callable, Sequence

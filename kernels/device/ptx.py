@@ -334,7 +334,7 @@ def store_16_bytes(address: Int64, words: tuple) -> None:
 
 
 def add_release(address: Int64, count: Int32 | int = 1) -> None:
-    """Adds to a counter; a thread that acquires the new count sees what this CTA wrote before its last barrier."""
+    """Adds to a counter; a thread that acquires the new count sees all writes of this CTA before its last barrier."""
     asm("red.release.gpu.global.add.s32 [{$r0}], {$r1};", [], address, Int32(count))
 
 

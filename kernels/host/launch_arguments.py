@@ -78,7 +78,7 @@ class Packer:
 
 
 def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
-    """A value to compile with: 1 in a type of the DSL, a NamedTuple of such values."""
+    """A value to compile with: 1 in a type of the DSL, or a NamedTuple of example values."""
     return kind(*map(example, kind.__annotations__.values())) if hasattr(kind, "_fields") else kind(1)
 
 

@@ -134,7 +134,7 @@ def hc_enter(
     """The input of a model's first sublayer: `hc_boundary` without `hc_post`, that is `hc_pre` of the streams, then the
     norm.
 
-    Args and Raises: those of `hc_boundary`.
+    Args and Raises: as in `hc_boundary`.
 
     Returns:
         x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes and scales as in

@@ -160,7 +160,7 @@ def shared_memory(plan: Plan) -> type:
         sums_there: cute.struct.MemRange[Int64, teams]
         # sums_there: [team]; `received` is complete
         taken: cute.struct.MemRange[Int64, teams]
-        # taken: [team]; the balancing warp has read what it needs from `received`
+        # taken: [team]; the balancing warp has read the sums that it needs from `received`
         squares_there: cute.struct.MemRange[Int64, teams]
         # squares_there: [team]; `received_squares` is complete
 

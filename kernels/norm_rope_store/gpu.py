@@ -58,7 +58,7 @@ class Table(NamedTuple):
 
     storage: Int64
     page_bytes: Int64  # from page to page, or from plain row to plain row
-    rows: Int64  # int64 [T]; 0: no such destination
+    rows: Int64  # int64 [T]; 0: this destination is not used
     is_fp8: Int32
 
 
