@@ -1,9 +1,9 @@
-"""Calls of the attention that stand for all calls of a model's forwards, and the compile jobs found by them.
+"""Sample attention calls that run every kernel a model's forwards may run, and the compile jobs found by making them.
 
 Which kernel a call runs depends on its tokens, the widths of its lists, heads and multiprocessors, in ways that only
 the attention's host code knows. So compile jobs are found by making a call of each kind, on rows of zeros, and noting
-the kernels that are missing. A large prefill chunk over FP8 rows has them unpacked and attends to bf16 rows
-(`dsv4_kernels.sparse_attention.unpacking`): those calls are included.
+the kernels that are missing. A large prefill chunk over FP8 rows first unpacks them and then attends to bf16 rows
+(`dsv4_kernels.sparse_attention.unpacking`): calls with unpacked rows are included.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LIST_ENTRIES = (512, 2 * DECODE_SPLIT_KEYS)
 PAGE_TABLE_ENTRIES = (128, 512, 2 * DECODE_SPLIT_KEYS)
 """Entries that a list or a page table has room for: few, some, and enough for several KV splits."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
-"""Hopper's kernel has variants that divide keys and channels among CTAs, chosen by the number of tokens and the width
-of their lists; the bits are the same."""
+"""Numbers of tokens of the calls. Hopper's kernel has variants that divide keys and channels among CTAs, chosen by the
+number of tokens and the width of their lists; the bits are the same."""
 ROWS = 64
 """Rows of a call's tables."""
 
 
 class Call(NamedTuple):
-    """Arguments of one call: each token reads one window row and, if there are entries, one of these."""
+    """Arguments of one call: each token reads one window row and, if `entries` is not 0, one entry."""
 
     layer: AttentionLayer
     split_keys: int | None
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 def splits() -> tuple[int | None, ...]:
-    """`split_keys` of decode and of prefill, or the one value of both where batch invariance is required."""
+    """`split_keys` of decode and of prefill, or the one value that both use where batch invariance is required."""
     return (DECODE_SPLIT_KEYS,) if registry.requires_batch_invariance() else (DECODE_SPLIT_KEYS, None)
 
 
@@ -74,7 +74,7 @@ def _entries(layer: AttentionLayer) -> tuple[int, ...]:
 
 
 def may_unpack(shapes: AttentionShapes, entries: int, tokens: int) -> bool:
-    """Whether a chunk of `tokens` that read up to `entries` entries each may be one that unpacks its rows.
+    """Whether a chunk of `tokens` tokens, each of which reads up to `entries` entries, may unpack its rows.
 
     Each token adds one window row; the number of rows of entries depends on the context and is not counted.
     """
@@ -84,7 +84,7 @@ def may_unpack(shapes: AttentionShapes, entries: int, tokens: int) -> bool:
 
 
 def run(call: Call, shapes: AttentionShapes) -> None:
-    """Make a call on rows of zeros, unpacked from FP8 rows where it asks for that.
+    """Makes a call on rows of zeros, which are unpacked from FP8 rows if `call.unpacked`.
 
     Raises:
         RuntimeError: the result is not zero.
@@ -104,8 +104,8 @@ def _zeros(shapes: AttentionShapes) -> KVRows:
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of the attention kernels that are neither in memory nor on disk.
 
-    Every call is made as far as its kernel exists. A missing kernel without a row in the table below is left to the
-    first real call.
+    Every call is made; a missing kernel ends the call instead of being compiled. A missing kernel that `_COMPILE` does
+    not list is left to the first real call.
     """
     shapes = model.attention
     found: dict[tuple[str, Hashable], Callable[[], object]] = {}

@@ -1,4 +1,4 @@
-"""Bytes of a row of the KV pools, and a table of rows (DeepSeek-V4 specification, section 4.1).
+"""Byte formats of rows in the KV pools, and a table of rows (DeepSeek-V4 specification, section 4.1).
 
 The FP8 row of keys (K and V are the same row) has 584 bytes::
 

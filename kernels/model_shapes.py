@@ -86,7 +86,7 @@ class ModelShapes:
     fp8_wo_a_tokens: int = 0
     """Most tokens of a forward that multiplies wo_a in FP8; 0 if wo_a is not kept in FP8."""
     fp8_linear_tokens: int = 0
-    """Most tokens of a forward whose FP8 linear layers are this package's; 0 if none are."""
+    """Most tokens of a forward whose FP8 linear layers use this package's product; 0 if none do."""
     packed_experts: bool = False
     experts_sum_fp32: bool = False
     """Whether packed experts return a rank's part of the sum in fp32."""

@@ -132,7 +132,7 @@ def dequantise_fp8_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> 
     Args:
         weight: [n, k] float8_e4m3fn.
         scale: [ceil(n / 128), ceil(k / 128)] float8_e8m0fnu (or the same powers of two in fp32).
-        dtype: of the result; bf16 and fp32 represent every such value exactly.
+        dtype: of the result; bf16 and fp32 represent every value of the matrix exactly.
 
     Returns:
         [n, k] in `dtype`.
@@ -173,7 +173,7 @@ def dequantise_fp4_weight(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> 
     Args:
         weight: [n, k / 2] int8 or uint8; the low nibble is the even column.
         scale: [n, k / 32] float8_e8m0fnu (or the same powers of two in fp32).
-        dtype: of the result; bf16 and fp32 represent every such value exactly.
+        dtype: of the result; bf16 and fp32 represent every value of the matrix exactly.
 
     Returns:
         [n, k] in `dtype`.
@@ -268,8 +268,7 @@ def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
     ::
 
-        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # per 16 neighbours; a scale of 0 would lose
-            them
+        scale = e4m3(clamp(max|x| / (6 * global_scale), 2**-9, 448))      # per 16 neighbours; never 0
         code = e2m1_rne(x / (scale * global_scale))
 
     Args:

@@ -1,8 +1,8 @@
 """The table of ops: one row an op, with its implementations, the forwards that run it, and its compile jobs.
 
 An op is a public function of this package, `dsv4_kernels.<folder>.<op>`, which asks `dsv4_kernels.registry` for an
-implementation. Implementations and compile jobs are loader strings, so importing this module imports no kernel. From
-this table derive
+implementation. Implementations and compile jobs are loader strings, so importing this module imports no kernel. Derived
+from this table are:
 
     registry.select           the implementation that a device and dtype get
     registry.compile_jobs     kernels to compile before a server is ready
@@ -81,7 +81,7 @@ class Implementation:
     """Whether a row of the result has the same bits in every batch, on every supported device: they depend on the row's
     own inputs, not on the number or the contents of the other rows of a call."""
     batch_invariant_on_cpu: bool = False
-    """Whether that holds on a CPU at least, where every implementation computes a row by itself."""
+    """Whether a row of the result has the same bits in every batch at least on a CPU."""
     jobs: str | None = None
     """`"package.module:function"`: (ModelShapes, architecture "sm_90a") -> compile jobs of all kernels that forwards of
     the model run. A job is a callable without arguments that can be pickled."""
@@ -126,7 +126,7 @@ SHAPED = _Reference()
 WAITING = _Reference(graph_safe=False)
 """Reference like SHAPED that also reads a length or a list back from the device."""
 PRODUCT = _Reference(batch_invariant_on_cpu=False)
-"""Reference of a product of PyTorch's, whose order depends on the shape on a CPU, too."""
+"""Reference that is a matrix product of PyTorch, whose order of summation depends on the shape on a CPU, too."""
 
 
 def _op(
@@ -252,7 +252,7 @@ _ROWS = (
     _op("fused_swiglu", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}", "compile_jobs")),
     _op("swiglu_fp8", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),
     _op("experts_forward", "moe", STEP, WAITING, devices=CPU),
-    # Priority -1: chosen by name only. The sm100 kernels have run in the emulator, on no GPU.
+    # Priority -1: chosen by name only. The sm100 kernels have run in the emulator, but on no GPU.
     _op(
         "mxfp4_experts_forward",
         "moe",
@@ -322,7 +322,7 @@ def forward_ops(device: str, options: Container[Option] = ()) -> tuple[str, ...]
 
     Args:
         device: type of the model's device.
-        options: those of the server; an op of another option is left out.
+        options: the server's options; an op that needs another option is left out.
     """
     return tuple(
         op.name

@@ -3,11 +3,11 @@
 Every public function of this package (`dsv4_kernels.<folder>.<op>`) asks `select` for the function to call. The choice
 is made among the implementations in `dsv4_kernels.ops`; importing this module imports none of them.
 
-There is no silent fallback: an implementation that was named and does not support the device and dtype is an error, and
-the first use of each choice is logged.
+There is no silent fallback: naming an implementation that does not support the device and dtype is an error, and the
+first use of each choice is logged.
 
-A process may require batch-invariant implementations (`require_batch_invariance`): then no other one is chosen, by
-priority or by name, and an op without one is an error that names it.
+A process may require batch-invariant implementations (`require_batch_invariance`): then no other implementation is
+chosen, by priority or by name, and an op without a batch-invariant implementation raises an error that names the op.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _requires_batch_invariance = False
 
 
 def require_batch_invariance(required: bool = True) -> None:
-    """Choose only batch-invariant implementations in this process from now on; False lifts that again."""
+    """Makes this process choose only batch-invariant implementations from now on; False lifts the requirement."""
     global _requires_batch_invariance
     _requires_batch_invariance = required
     _resolved.clear()
@@ -54,10 +54,10 @@ def register(
     batch_invariant: bool = False,
     batch_invariant_on_cpu: bool = False,
 ) -> None:
-    """Add an implementation to an op of the table; the arguments are the fields of `Implementation`.
+    """Adds an implementation to an op of the table; the arguments are the fields of `Implementation`.
 
     Raises:
-        KeyError: there is no such op.
+        KeyError: `op` is not in the table.
         ValueError: `loader` is not "module:attribute", or `op` already has an implementation called `name`.
     """
     module, _, attribute = loader.partition(":")
@@ -80,7 +80,7 @@ def available(op: str) -> tuple[str, ...]:
     """Names of the implementations of `op`, the highest priority first.
 
     Raises:
-        KeyError: there is no such op; the message lists the ops.
+        KeyError: `op` is not in the table; the message lists the ops.
     """
     if op not in _table:
         raise KeyError(f"no op {op!r}; the ops are: {', '.join(ops())}")
@@ -94,9 +94,9 @@ def select(op: str, device: torch.device, dtype: torch.dtype, impl: str | None =
     choice is logged at INFO.
 
     Raises:
-        KeyError: no such op or implementation; the message lists the existing ones.
-        NotImplementedError: the named implementation, or each of them, does not support this device and dtype, or is
-            not batch-invariant where that is required.
+        KeyError: the op or the implementation does not exist; the message lists those that do.
+        NotImplementedError: the named implementation, or every one if none is named, does not support this device and
+            dtype, or is not batch-invariant where that is required.
     """
     key = (op, device.type, dtype, impl)
     function = _resolved.get(key)

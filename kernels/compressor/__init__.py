@@ -82,7 +82,7 @@ def compress(
         half_i  = [0, D) for the first `ratio` sources, [D, 2D) for the others      (C = 1: [0, D))
         entry   = Σ_i softmax_i(score_i[half_i]) * kv_i[half_i]                      (softmax per channel)
 
-    A group without any source gives zeros. Rows that are no source never influence the result.
+    A group without any source gives zeros. Rows that no source names never influence the result.
 
     Args:
         state: [S, 2, C * D] fp32, rows (kv, score).
@@ -133,15 +133,16 @@ def compress_store(
     position is j modulo ratio, as in every group.
 
     With `tokens_per_request` the GPU kernels do everything in one launch, on one condition: a request's rows in the
-    state are a ring, position % ring, of at least `C * ratio - 2 + tokens_per_request` rows (compressor/rows.py says
-    why that is enough). Otherwise there are two launches, the entries first, without a condition. If a row is named
-    twice, a table or a state may hold a mixture of both values. On a GPU an entry's bits depend neither on the batch
-    nor on whether its rows lie in the state, and the host never waits for the device.
+    state form a ring, indexed by position modulo its length, of at least `C * ratio - 2 + tokens_per_request` rows
+    (compressor/rows.py says why that is enough). Otherwise there are two launches, the entries first, and no condition
+    on the state's rows. If a row is named twice, a table or a state may hold a mixture of both values. On a GPU an
+    entry's bits depend neither on the batch nor on whether its rows lie in the state, and the host never waits for the
+    device.
 
     Args:
         groups: the groups to close and the raw rows to keep.
         compressions: one, or the two of a CSA layer, which then share a launch. Their destinations must not overlap.
-        dtype: of the model; entries are rounded to it before the norm, after it, and after each rotation.
+        dtype: of the model; entries are rounded to it before the norm and after norm, RoPE and Hadamard transform.
         impl: implementation by name; None lets the registry choose.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Entries of CSA layers on Hopper and Blackwell: one CTA a group, four warps for the entry and one for the indexer's
-key.
+"""Entries of CSA layers on Hopper and Blackwell: one CTA a compression group, four warps for the entry and one for the
+indexer's key.
 
 A thread computes four channels of one of the two. It loads them from the group's eight rows at once; the softmax of a
 channel needs no other thread, and only the norm's sum of squares goes through shared memory. The four warps wait for
@@ -20,7 +20,7 @@ from dsv4_kernels.kv_layout import ROW_DIM
 
 RATIO = 4
 PARTS = 2
-"""Compression groups whose raw rows an entry covers, and halves of a raw row."""
+"""Compression groups whose raw rows an entry covers; also the number of parts (halves) of a raw row."""
 MAIN_THREADS = ROW_DIM // CHUNK
 INDEX_THREADS = INDEX_DIM // CHUNK
 MAIN_BARRIER = 1
@@ -79,7 +79,7 @@ def kernel(args: Arguments, dims: cutlass.Constexpr[tuple]) -> None:
             finish_index(batch, p, group, values, total, channel)
         else:
             finish_main(batch, p, group, values, total, channel, shared)
-    # After the rows of the group: see rows.py.
+    # Kept rows are stored after the group's rows were read: see rows.py.
     if keeps:
         rows.store_raw(p, raw, dim, channel)
         for i in cutlass.range(1, batch.tokens_per_request, 1, unroll=1):

@@ -1,4 +1,4 @@
-"""From four channels of an entry to the rows of the tables: norm, RoPE, Hadamard, quantisation, on a GPU.
+"""Device code that makes stored rows from a thread's four channels of an entry: norm, RoPE, Hadamard, quantisation.
 
 Neighbouring lanes have neighbouring channels, four each, as two words of bf16.
 """

@@ -27,7 +27,7 @@ from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
 
 KEPT_TOKENS = 4
-"""Tokens of a CTA that keeps raw rows of a chunk; most tokens are not kept."""
+"""Tokens of a chunk that one CTA processes when raw rows are kept; most tokens' rows are not kept."""
 PACKED = {ROW_DIM: RowFormat.FP8, INDEX_DIM: RowFormat.INDEX_FP4}
 """The byte format of entries, and of indexer keys."""
 DIMS = {csa.RATIO: ((ROW_DIM,), (INDEX_DIM,), (ROW_DIM, INDEX_DIM)), hca.RATIO: ((ROW_DIM,),)}
@@ -78,7 +78,7 @@ def compile(kernel: str, dims: tuple[int, ...], ratio: int, arch: str) -> Callab
     Args:
         kernel: "entries" (arguments, groups, stream) or "keep" (arguments, stream).
         dims: channels of each compression's entries.
-        ratio: of both.
+        ratio: tokens of a compression group, the same for all compressions.
         arch: "sm_90a".
     """
 

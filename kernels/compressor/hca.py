@@ -27,7 +27,7 @@ ROW_THREADS = RATIO // ROWS_A_THREAD
 THREADS = ROW_THREADS * CHUNKS
 WARPS = THREADS // WARP
 PARTIAL_BYTES = SCALE_GROUP * 4
-"""Bytes of one quantity of one warp."""
+"""Bytes of one quantity of one warp: maxima, sums of weights or weighted sums of 64 channels."""
 QUANTITIES = 3
 
 
@@ -93,7 +93,8 @@ def kernel(args: Arguments) -> None:
 def keep(
     batch: Batch, p: Problem, first_token: Int32, keeps: cutlass.Boolean, row_thread: Int32, channel: Int32
 ) -> None:
-    """Keeps raw rows of a request, half a warp each, except the first warp. After the group's rows: see rows.py."""
+    """Keeps raw rows of a request, half a warp a row; the first warp keeps none. Rows are stored after the group's rows
+    were read: see rows.py."""
     if keeps & (row_thread >= WARP // CHUNKS):
         for i in cutlass.range(
             ROW_THREADS - 1 - row_thread, batch.tokens_per_request, ROW_THREADS - WARP // CHUNKS, unroll=1

@@ -1,21 +1,21 @@
-"""Raw rows of a compressor on a GPU: loads of a group's rows, and stores of the rows that a forward's tokens leave.
+"""Raw rows of a compressor on a GPU: loads of a compression group's rows, and stores of the rows that a forward keeps.
 
 A thread has four neighbouring channels (CHUNK) of all rows that it reads, 16 bytes of kv and 16 of the score, and it
 loads all of them before it uses the first.
 
 Reading and keeping in one launch. A request's raw rows are a ring: position p is in ring row p % S. A group that ends
-at p reads positions [p - (C r - 1), p], those before t, the forward's first position, from the state; and k tokens are
-kept in ring rows [t, t + k) % S. A ring row that is both read and written has a position q < t that is read and a
-position w < t + k that is kept, with w - q a multiple of S. A group that closes has p >= t, so
+at p reads positions [p - (C r - 1), p]; the state has the positions before t, the forward's first position. The raw
+rows of the k new tokens are kept in ring rows [t, t + k) % S. A ring row that is both read and written has a position q
+< t that is read and a position w < t + k that is kept, with w - q a multiple of S. A group that closes has p >= t, so
 
     w - q  <=  (t + k - 1) - (p - C r + 1)  <=  C r - 2 + k  <=  S
 
-(the last inequality is how the states are laid out: a step that begins at t + 1 may read the rows that k tokens do not
-overwrite). So the only case is w - q = S, which needs p = t, w the last of the k tokens and q the first row of the
-group that t closes. That group is the earliest of its request; therefore its CTA, and no other, keeps the request's
-tokens, and the thread that writes a channel has read it before: in a CSA layer the same thread, in an HCA layer threads
-of the same CTA after a barrier. A chunk has too many tokens for that. They are kept by a second launch, after the
-entries.
+(the states are laid out so that the last inequality holds: if only the first of the k tokens is accepted, the next step
+begins at t + 1 and may read positions from t + 2 - C r on, which the k tokens must not have overwritten). So the only
+case is w - q = S, which needs p = t, w the last of the k positions and q the first position of the group that t closes.
+That group is the earliest of its request; therefore its CTA, and no other, keeps the request's tokens, and the thread
+that writes a channel has read it before: in a CSA layer the same thread, in an HCA layer threads of the same CTA after
+a barrier. A prefill chunk has too many tokens for this. A second launch, after the entries, keeps its raw rows.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
     page_bytes: Int64  # from page to page, or from plain row to plain row
     eps: Float32
     is_packed: Int32  # whether the table has a byte format: FP8, or FP4 for an indexer's keys
-    is_rounded: Int32  # whether a plain table gets the values that such bytes would represent
+    is_rounded: Int32  # whether a plain table gets the values that the byte format would represent
     hadamard: Int32
 
 
@@ -192,7 +192,7 @@ def load_raw(
 
 @cute.jit
 def store_raw(p: Problem, raw: Raw, dim: Int32 | int, channel: Int32) -> None:
-    """Stores a raw row to the state and to the overlap, where these keep it."""
+    """Stores a raw row to the state and to the overlap table, to each only if its row number is not negative."""
     scores = [[add(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(raw.score, raw.ape, strict=True)]
     if raw.state_row >= 0:
         row = p.state + raw.state_row * p.state_row_bytes + channel * 4

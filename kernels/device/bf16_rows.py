@@ -1,7 +1,8 @@
 """Rows of bf16 in kernels: 16 bytes as eight channels, fp32 arithmetic with named rounding, reductions over lanes.
 
-Every operation here names its rounding. The compiler may contract a plain product and sum into one rounding, and it
-does so differently in two configurations of one kernel; a row's bits must not depend on which of them serves a batch.
+Every operation here names its rounding. The compiler may contract a plain product and sum into one rounding, and
+contracts differently in two configurations of one kernel; a row's bits must not depend on the configuration that serves
+a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ def load_words_if(exists: Int32, address: Int64) -> tuple:
 
 
 def load_f32x4(address: Int64) -> tuple:
-    """Four fp32 from global memory that other threads read, too."""
+    """Four fp32 from global memory, through L1, because other threads read them, too."""
     return ptx.asm("ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Float32] * 4, address)
 
 

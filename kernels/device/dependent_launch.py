@@ -1,42 +1,44 @@
 """Programmatic dependent launch: a kernel's CTAs become resident while the kernel before it in the stream still runs,
 and wait for its end. The launch and set-up of a kernel then overlap the end of the kernel before.
 
-    DSV4_DEPENDENT_LAUNCH    on (default): every kernel of this package that may be launched so, is; off: none is.
+    DSV4_DEPENDENT_LAUNCH    on (default): launches have the attribute, except as rule 4 says; off: no launch has it.
 
 The switch is read here only. A launch passes `use_pdl=is_on()`; its kernel calls `begin`, or `wait` where it must wait
 before `begin`. Switched off, neither leaves an instruction, so the machine code is that of a kernel without the
 attribute. The switch is part of the key of `compile_cache`. `tests/emulator` checks rules 1, 2 and 5 in every launch
 with the attribute:
 
-1. A thread waits before its first access to global memory, load or store: the kernel before may still write what is
-   read here and read what is written here (memory is reused along the stream). Before the wait a kernel may compute
-   indices, use shared memory and barriers, and read weights that no kernel writes while a model runs. These are read
-   ahead: `fn` of the hyper-connections (`hyper_connection/kernel.py`) and the weights of FP8 products of few tokens
-   (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py` are fetched into L2, which is not an access.
+1. A thread waits before its first access to global memory, load or store: the previous kernel may still write data that
+   this kernel reads, or read data that this kernel overwrites (memory is reused along the stream). Before the wait a
+   kernel may compute indices, use shared memory and barriers, and read weights that no kernel writes while a model
+   runs. Two weights are read ahead: `fn` of the hyper-connections (`hyper_connection/kernel.py`) and the weights of FP8
+   products of few tokens (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py` are fetched into L2, which is
+   not an access.
 2. Every CTA waits, also a CTA without work. It waits for the end of the whole kernel before, which has waited for the
-   one before it. So what follows a wait follows everything that was launched earlier in the stream. Kernels of
-   PyTorch or DeepGEMM that are launched without the attribute start after everything before them has ended; one that
-   has the attribute must wait by the same rule.
+   one before it. So accesses after a wait follow everything that was launched earlier in the stream. Kernels of PyTorch
+   or DeepGEMM that are launched without the attribute start after everything before them has ended; a foreign kernel
+   with the attribute must wait by the same rule.
 3. `begin` releases the next kernel: its CTAs may become resident once all CTAs of this kernel have called `begin` or
    ended (PTX ISA, "griddepcontrol"). This changes when they start, never what they may access. All CTAs of a kernel
-   are therefore resident or done before the first CTA of the next kernel is: a waiting CTA never occupies an SM slot
-   that the CTA it waits for still needs, in any order of kernels and streams. A kernel that does not call `begin`
-   releases the next one when its CTAs end. `begin` waits first, so at most two kernels of a stream overlap: SM slots
-   do not fill up with a chain of waiting kernels, and a foreign kernel that reads, before its own wait, what a kernel
-   two launches ago has written finds it complete.
-4. Kernels whose CTAs wait for each other need SM slots for all CTAs at once. A cluster has them. Hopper's attention
-   with KV splits is launched cooperatively to get them, and we know of no documentation of what CUDA does with both
+   are therefore resident or done before the first CTA of the next kernel starts: a waiting CTA never occupies an SM
+   slot that the CTA it waits for still needs, in any order of kernels and streams. A kernel that does not call `begin`
+   releases the next one when its CTAs end. `begin` waits first, so at most two kernels of a stream overlap: SM slots do
+   not fill up with a chain of waiting kernels, and a foreign kernel that reads the results of a kernel two launches
+   earlier before its own wait finds them complete.
+4. Kernels whose CTAs wait for each other need SM slots for all CTAs at once. A cluster is guaranteed them. Hopper's
+   attention with KV splits is launched cooperatively to get them, and we know of no documentation of launches with both
    attributes; so it is launched without this one (`may_begin_early`), after everything before it in its stream has
    ended. CTAs of other streams may occupy its slots and wait, but only for resident kernels (rule 3), so the slots
-   become free. It releases the next kernel with all of its own CTAs resident.
+   become free. When it releases the next kernel, all of its own CTAs are resident.
 5. Tensor memory (Blackwell) is allocated while a kernel runs, and an allocation waits until there is enough. So a
-   kernel allocates after its wait, when the kernel before has freed its own, and before `begin`: the next kernel, which
-   may allocate before it waits if it is a foreign one, then gets only what is left.
+   kernel allocates after its wait, when the previous kernel has freed its tensor memory, and before `begin`: a foreign
+   next kernel, which may allocate before it waits, then gets only the rest.
 
 CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and
 ordinary edges from nodes that are not kernels. Where two streams fork or join (`sglang_dsv4/layers/side_stream.py`) a
-kernel may have several edges of either kind; it starts when all allow it, and its wait covers all kernels at their
-other ends. Events and the end of a graph wait for a kernel's end, which follows its wait: rule 2 holds across streams.
+kernel may have several edges of either kind; it starts when all allow it, and its wait covers the kernels at the other
+ends of all its edges. Events and the end of a graph wait for a kernel's end, which follows its wait: rule 2 holds
+across streams.
 """
 
 from __future__ import annotations

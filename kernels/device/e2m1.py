@@ -1,5 +1,5 @@
-"""FP4 rows (e2m1 with ue8m0 scales) in kernels, by the bits of `hadamard` and `encode_fp4`: a warp has 128 channels, a
-lane four neighbours."""
+"""FP4 rows (e2m1 with ue8m0 scales) in kernels, with the bits of `hadamard` and `encode_fp4`: a warp has 128 channels,
+a lane four neighbours."""
 
 import cutlass
 import cutlass.cute as cute

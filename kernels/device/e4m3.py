@@ -1,4 +1,4 @@
-"""Blocks of e4m3 with one power-of-two scale in kernels, by the bits of `encode_fp8` (specification, section 4.2)."""
+"""Blocks of e4m3 with one power-of-two scale in kernels, with the bits of `encode_fp8` (specification, section 4.2)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Storing rows as e4m3 with one scale for 128 channels, by the bits of `fp8_quantise`.
+"""Storing rows as e4m3 with one scale for 128 channels, with the bits of `fp8_quantise`.
 
 A thread has a chunk of 8 channels, and 16 neighbouring lanes have a block. The threads of a row are padded to whole
 blocks; threads after the row's end have zeros, which raise no maximum.

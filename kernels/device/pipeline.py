@@ -1,7 +1,7 @@
 """Position in a ring of pipeline stages: the index of a stage, and the phase of its mbarriers to wait for.
 
 `cutlass.pipeline.PipelineState` counts the same. It is not used here because its `advance` by several stages divides,
-while a ring whose stages are taken in pairs wraps by one comparison.
+while a ring whose stages are used in pairs wraps by one comparison.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def stage_of(count: Int32, stages: int) -> Stage:
 
 
 def wrapped(index: Int32, phase: Int32, stages: int) -> Stage:
-    """The stage at an index that counts on through any number of rounds, from a stage of this phase on."""
+    """The stage for an index that may exceed `stages`; `phase` is the phase of indices below `stages`."""
     phase = (phase + index // stages) & 1
     return Stage(index % stages, phase)
 

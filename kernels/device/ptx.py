@@ -90,7 +90,8 @@ def load_or_zeros(
 
 
 HOLE = -(1 << 62)
-"""Address of a row that does not exist. It stays negative whatever offset is added, so its upper word tells."""
+"""Address of a row that does not exist. It stays negative whatever offset is added, so the sign of its upper word
+identifies it."""
 
 
 def load_16_bytes(row: Int64, offset: Int32 | int = 0) -> tuple:
@@ -183,7 +184,8 @@ def load_cluster_f32_if(tested: Int32, address: Int32) -> Float32:
 
 
 def arrive_remote(barrier: Int32) -> None:
-    """Arrives at an mbarrier of another CTA of the cluster, to say that what this thread has read may be overwritten.
+    """Arrives at an mbarrier of another CTA of the cluster, to signal that the data this thread has read may be
+    overwritten.
 
     CUTLASS's pipelines release stages that other CTAs fill in the same way. `.release.cluster` would wait for all
     earlier writes of the thread, 600 cycles, and no write has to become visible.
@@ -332,7 +334,7 @@ def store_16_bytes(address: Int64, words: tuple) -> None:
 
 
 def add_release(address: Int64, count: Int32 | int = 1) -> None:
-    """Adds to a counter; a thread that acquires the new count sees what this CTA wrote before its last barrier."""
+    """Adds to a counter; a thread that acquires the new count sees all writes of this CTA before its last barrier."""
     asm("red.release.gpu.global.add.s32 [{$r0}], {$r1};", [], address, Int32(count))
 
 
@@ -352,7 +354,7 @@ def reset(address: Int64) -> None:
 
 
 def load_acquire(address: Int64) -> Int32:
-    """A counter's value; what was written before the releases that it includes is visible afterwards."""
+    """A counter's value; writes before the releases that it includes are visible afterwards."""
     return asm("ld.acquire.gpu.global.s32 {$w0}, [{$r0}];", [Int32], address)
 
 
@@ -369,8 +371,8 @@ def scale_pair(byte: Uint32) -> Uint32:
 def dequantise(word: Uint32, scale: Uint32) -> tuple:
     """Four e4m3 codes times a power of two (`scale_pair`), as four bf16 in two words.
 
-    Rounded only where bf16 has fewer bits (subnormal results). The upper halves of the fp32 values hold them exactly,
-    and taking these halves is cheaper than rounding.
+    Rounded only where bf16 has fewer bits (subnormal results). The upper halves of the codes' fp32 values hold them
+    without loss, and selecting these halves is cheaper than rounding.
     """
     return asm(
         "{\n.reg .b16 low, high, a, b;\n.reg .b32 x, y;\n.reg .f32 f, g;\nmov.b32 {low, high}, {$r0};\n"

@@ -26,8 +26,9 @@ def swizzled_layout(shape: tuple) -> tuple:
 
 
 def tma_partition(tma: TmaTensor, tiles: cute.Tensor) -> tuple:
-    """(shared memory, global memory) operands of TMA copies: mode 0 is a box, the other modes are those of `tiles`
-    after its first two, and the coordinates of boxes in the tensor of three modes."""
+    """(shared memory, global memory) operands of TMA copies: mode 0 is a box. The other modes are those of `tiles`
+    after its first two in shared memory, and the box's coordinates in the tensor, which has three modes, in global
+    memory."""
     box = tuple(cute.size(tiles, mode=[mode]) for mode in (0, 1))
     boxes = cute.local_tile(tma.tensor, box, (None, None, None))
     blocks = cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)

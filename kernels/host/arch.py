@@ -7,7 +7,7 @@ import functools
 import torch
 
 ARCHITECTURES = {"sm90": "sm_90a", "sm100": "sm_100a"}
-"""Name of an implementation -> the architecture to compile for where no GPU tells a minor version."""
+"""Name of an implementation -> the architecture to compile for if no GPU gives the minor version."""
 H200_MULTIPROCESSORS = 132
 
 
@@ -30,7 +30,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def hardware_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors that a persistent launch fills: as the driver reports, or as the emulator has been given."""
+    """Multiprocessors that a persistent launch fills: the number that the driver reports, or that the emulator is set
+    to."""
     from cutlass.utils import HardwareInfo
 
     return HardwareInfo(device.index or 0).get_device_multiprocessor_count()

@@ -9,8 +9,9 @@ are replaced in one step. Of several processes that need the same kernel one com
 LOCK_SECONDS. A process that adds a kernel deletes kernels that no process has loaded for KEEP_DAYS: most are of older
 versions. Only files whose names begin with PREFIX are deleted.
 
-`DSV4_KERNEL_CACHE` names the folder; `off` disables storage. The default is `~/.cache/sglang-dsv4/kernels` (under
-`XDG_CACHE_HOME` if that is set). Anyone who can write to the folder can run code in this process.
+`DSV4_KERNEL_CACHE` names the folder; `off` keeps compiled kernels in memory only. The default is
+`~/.cache/sglang-dsv4/kernels` (under `XDG_CACHE_HOME` if that is set). Anyone who can write to the folder can run code
+in this process.
 
 Compiling, exporting and loading need no GPU; calling does.
 """
@@ -86,7 +87,7 @@ def origins() -> tuple[Origin, ...]:
 
 
 def folder() -> Path | None:
-    """The folder of stored objects, or None if storage is off."""
+    """The folder of stored objects, or None if kernels are kept in memory only."""
     chosen = KERNEL_CACHE.text()
     if chosen is not None and chosen.lower() == "off":
         return None
@@ -154,7 +155,8 @@ def _from_disk_or_compiler(name: str, config: str, arch: str, compile: Callable[
 
 
 def _from_disk(name: str, config: str, arch: str) -> Callable[..., Any] | None:
-    """Takes no lock: files are replaced in one step, and an object whose hash differs counts as missing."""
+    """The stored function, or None. It needs no lock: files are replaced in one step, and an object whose hash differs
+    counts as missing."""
     return _loaded_from(_Stored.at(folder(), name, config, arch), name, config, arch)
 
 
@@ -194,7 +196,7 @@ class _Stored:
     def locked(self) -> Iterator[None]:
         """Holds the lock on these files, unless another process holds it for longer than LOCK_SECONDS.
 
-        In that case both compile, and the files of the later one stay: they are replaced in one step.
+        In that case both processes compile, and the files of the later one stay: files are replaced in one step.
         """
         path = self.object.with_suffix(".lock")
         lock = FileLock(path)

@@ -3,12 +3,12 @@
 Compiling a CuTe DSL kernel keeps one core busy for seconds, in Python and in ptxas, and a server's first start needs
 some fifty kernels. Workers compile the kernels that are not on disk, and the caller loads them from there:
 
-    caller    finds out what is missing; holding the folder's lock, hands it to workers one kernel at a time
+    caller    finds the missing kernels; holding the folder's lock, hands them to workers one at a time
     worker    compiles for a named architecture with no GPU visible, so it takes no GPU memory; stores the object
     others    (ranks of tensor parallelism, another server) wait for the lock, and find every kernel on disk
 
-Nothing depends on the pool: kernels that are still missing after `fill`, for whatever reason, the caller compiles
-itself. A worker that dies, hangs or fails costs a warning and its kernel. If the folder cannot be written, no worker is
+Nothing depends on the pool: the caller itself compiles the kernels that are still missing after `fill`, for whatever
+reason. A worker that dies, hangs or fails costs a warning and its kernel. If the folder cannot be written, no worker is
 started, since results could not be handed over.
 """
 
@@ -56,8 +56,8 @@ def fill(todo: Sequence[tuple[str, Compile]], arch: str, progress: Progress, wor
         todo: kernels, each with a name for messages. Kernels that are on disk are loaded into this process.
         arch: of all of them, "sm_90a".
         progress: called from this thread.
-        workers: number of processes; None for as many as cores, memory and missing kernels allow. With one there is
-            nothing to gain, and the caller compiles.
+        workers: number of processes; None for as many as cores, memory and missing kernels allow. With one worker there
+            is nothing to gain, and the caller compiles.
 
     Returns:
         The number of kernels that workers compiled.

@@ -14,10 +14,10 @@ class Switch(NamedTuple):
     """An environment variable that this project reads. Unset and empty mean the default."""
 
     name: str
-    values: tuple[str, ...]  # the words that it takes, in lower case; none: any text
-    default: str  # for a reader
+    values: tuple[str, ...]  # accepted words, in lower case; empty: any text
+    default: str  # as documents state it; `text`, `choice` and `number` return None
     meaning: str
-    form: str = ""  # what the text is, where it is not one of `values`
+    form: str = ""  # meaning of the text, if `values` is empty
 
     def text(self) -> str | None:
         """The variable's text without surrounding blanks; None if it is unset or empty."""

@@ -18,7 +18,7 @@ def load_launcher(name: str, config: Hashable, arch: str, launch: Callable[..., 
 
     Args:
         name: of the kernel, in file names and log lines.
-        config: what the code depends on besides `arch`; see `compile_cache.load_or_compile`.
+        config: everything that the code depends on besides `arch`; see `compile_cache.load_or_compile`.
         arch: "sm_90a".
         launch: its last parameter is the stream.
         arguments: one for each parameter of `launch` but the stream. A type (a NamedTuple of the DSL's types, or one of

@@ -4,8 +4,8 @@ CuTe DSL makes an object and a pointer of every field of an argument, which take
 one of our kernels, as long as a small kernel runs. Here the numbers of a NamedTuple are written into one buffer whose
 addresses stay the same.
 
-Our launch functions take NamedTuples whose fields have types of the DSL or are such NamedTuples. Compiling needs values
-of these types (`example`); a call passes Python's numbers.
+Our launch functions take NamedTuples whose fields have types of the DSL or are NamedTuples of the same kind. Compiling
+needs values of these types (`example`); a call passes Python's numbers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Packer:
 
 
 def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
-    """A value to compile with: 1 in a type of the DSL, a NamedTuple of such values."""
+    """A value to compile with: 1 in a type of the DSL, or a NamedTuple of example values."""
     return kind(*map(example, kind.__annotations__.values())) if hasattr(kind, "_fields") else kind(1)
 
 

@@ -1,15 +1,17 @@
 """Manifold-constrained hyper-connections (DeepSeek-V4 specification, sections 2.2 to 2.4).
 
 A layer's state is n streams of width d. Each sublayer reads a mixture of them (`hc_pre`); its output is written back to
-all streams, while the streams are mixed by a doubly stochastic matrix (`hc_post`). `hc_head` reads the last mixture.
+all streams, while the streams are mixed by a doubly stochastic matrix (`hc_post`). `hc_head` computes the last mixture,
+from which the logits are computed.
 
 Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the RMSNorm of the second's input:
 `hc_boundary` is these three. `hc_enter` is the last two, for a model's first sublayer, and `hc_finish` follows the last
-sublayer. A GPU kernel computes each of them in one launch, which reads and writes the streams once. `hc_pre` and
-`hc_post` alone have definitions only.
+sublayer. A GPU kernel computes each of them in one launch, which reads and writes the streams once. `hc_pre`, `hc_post`
+and `hc_head` by themselves have no GPU kernel, only definitions in PyTorch.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
-runs. It must have been written before an ordinary launch or copy earlier in the stream, as after loading.
+runs. It must therefore have been written before an earlier ordinary launch or copy in the stream, as is the case after
+loading.
 """
 
 from __future__ import annotations
@@ -129,13 +131,14 @@ def hc_enter(
     fp8: bool = False,
     impl: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """A model's first sublayer's input: `hc_boundary` without `hc_post`, `hc_pre` of the streams and the norm.
+    """The input of a model's first sublayer: `hc_boundary` without `hc_post`, that is `hc_pre` of the streams, then the
+    norm.
 
-    Args and Raises: those of `hc_boundary`.
+    Args and Raises: as in `hc_boundary`.
 
     Returns:
-        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes and scales as
-            there.
+        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes and scales as in
+            `hc_boundary`.
     """
     n = _check_streams("hc_enter", streams)
     _check_parameters("hc_enter", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)

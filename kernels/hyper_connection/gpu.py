@@ -1,6 +1,6 @@
 """The hyper-connections on Hopper and Blackwell: plans and launches. The kernel is in `kernel`.
 
-`hc_boundary`, `hc_enter` and `hc_finish` are that kernel with some of its parts left out, one launch each.
+`hc_boundary`, `hc_enter` and `hc_finish` are configurations of that kernel, one launch each.
 """
 
 import functools
@@ -21,15 +21,15 @@ from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STR
 from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
-"""Tokens of a token group -> the most tokens of a call, one group a cluster. With few tokens, more clusters share the
-latency of each; with many, fn is read less often from L2, 1.5 MB a cluster."""
+"""Tokens of a token group -> the most tokens of a call that uses it, one group a cluster. With few tokens, small groups
+spread the work over more clusters; with many, large groups read fn, 1.5 MB a cluster, from L2 less often."""
 
 
 def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
     """The plan for a number of tokens. A token's bits do not depend on it.
 
-    With more tokens than one group for each cluster that the GPU runs at once, clusters are persistent, and keep fn in
-    shared memory if it fits: fn is then read from L2 once a cluster, not once a group.
+    With more tokens than one group for each cluster that the GPU runs at once, clusters are persistent and keep fn in
+    shared memory, if it fits: fn is then read from L2 once a cluster, not once a group.
     """
     tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
     form = (dim, rows, post, norm, bf16_weight)

@@ -15,15 +15,17 @@ the mixture, so that streams are read once and written once.
                     x = norm of the mixture; writes it, and as e4m3                 squares_there, from all CTAs
 
 The order in which a token's sums are added depends on d only: over the channels of a warp unit by unit in each stream,
-then over the streams, over warps and last over CTAs one after the other; squares as `arithmetic.sum_over_units` says.
-Tokens of a group share the reads of fn and nothing else, so a token has the same bits in any batch and in groups of any
-size. After the last token a group is filled with zeros, whose results are not written.
+then over the streams, over warps and last over CTAs one after the other; a warp's squares are added as
+`arithmetic.sum_over_units` says. Tokens of a group share the reads of fn and nothing else, so a token has the same bits
+in any batch and in groups of any size. After the last token a group is filled with zeros, whose results are not
+written.
 
 With many tokens a CTA has two teams of threads, and clusters are persistent: a team processes one group after the
 other, while fn stays in shared memory for both teams. Teams share read-only data. A team reuses its buffers without an
-extra barrier: a thread that has all CTAs' squares of a group knows that their threads are done with the group's sums,
-and `taken` says that the balancing warp has read what it needs; so it may send the next group's sums. Likewise a thread
-that has all CTAs' sums knows that they are done with the squares of the group before.
+extra barrier: a thread that has received all CTAs' squares of a group knows that their threads are done with the
+group's sums, and `taken` says that the balancing warp has read the sums that it needs; so the thread may send the next
+group's sums. Likewise a thread that has received all CTAs' sums knows that their threads are done with the squares of
+the group before.
 
 No CTA waits for another cluster.
 """
@@ -71,7 +73,7 @@ class HyperConnection(Products):
     """The kernel of one plan; `launch` is compiled."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan  # and nothing that takes time: every call makes one of these to look its kernel up
+        self.plan = plan  # nothing slow here: every call makes this object to look its kernel up
 
     @cute.jit
     def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
@@ -438,7 +440,7 @@ class HyperConnection(Products):
 
     @cute.jit
     def write_codes(self, args: Arguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32) -> None:
-        """Writes x in the form that FP8 products read, by the bits of `fp8_quantise`: a warp has one block of each of
+        """Writes x in the form that FP8 products read, with the bits of `fp8_quantise`: a warp has one block of each of
         its tokens."""
         plan = self.plan
         values = [bf16_rows.channels(words) for words in x]

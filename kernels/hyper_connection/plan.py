@@ -22,9 +22,9 @@ MAX_DIM = 8 * DIM_UNIT
 PRE_ROWS = (2 + STREAMS) * STREAMS
 HEAD_ROWS = STREAMS
 TOKENS = (1, 2, 4, 8)
-"""Possible sizes of a token group: up to N of the products."""
+"""Possible sizes of a token group: up to N = 8 of `mma.sync`."""
 TEAMS = 2
-"""Teams of a plan with several: as many as the registers allow with groups of eight tokens."""
+"""Teams of a plan that has more than one: as many as the registers allow with token groups of eight tokens."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a multiprocessor that CTAs can use; each CTA also takes 1 KiB of the 228."""
 REGISTERS = 64 * 1024
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def quads(self) -> int:
-        """Groups of four sums for each token: one sum for each row of fn, and the sum of squares."""
+        """Quads (four sums each) of a token: one sum for each row of fn, and the sum of squares."""
         return self.rows // 4 + 1
 
     @property
@@ -160,7 +160,7 @@ def shared_memory(plan: Plan) -> type:
         sums_there: cute.struct.MemRange[Int64, teams]
         # sums_there: [team]; `received` is complete
         taken: cute.struct.MemRange[Int64, teams]
-        # taken: [team]; the balancing warp has read what it needs from `received`
+        # taken: [team]; the balancing warp has read the sums that it needs from `received`
         squares_there: cute.struct.MemRange[Int64, teams]
         # squares_there: [team]; `received_squares` is complete
 

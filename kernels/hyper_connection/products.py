@@ -1,7 +1,7 @@
 """The products of the new streams with fn, on tensor cores, and a warp's part of their sums.
 
-The products are in tf32: streams are bf16, so exact in tf32, and fn is split into two tf32 numbers whose sum it is
-except for its last two bits (`arithmetic.split_tf32`). Rows of fn are the left operand, as they lie in shared memory.
+The products are in tf32: streams are bf16, so exact in tf32, and fn is split into two tf32 numbers whose sum equals fn
+except for the last two bits (`arithmetic.split_tf32`). Rows of fn are the left operand, as they lie in shared memory.
 The right operand has eight columns of channels, one token each, in the registers of the threads that own them. If a
 token group has fewer than eight tokens, threads that own another unit of the same token pass on their values, unit
 after unit, and the columns after the last token repeat the tokens.
@@ -82,7 +82,8 @@ class Products(Streams):
                     ptx.store_shared_f32(sums + token * token_bytes + row * 4, columns[i][k])
 
     def columns(self, x: cute.Tensor, stream: int, unit: int, lane: Int32) -> list:
-        """A thread's four channels of a unit for the right operand, as fp32, of its column's token."""
+        """A thread's four channels of a unit, of its column's token, as words of the right operand (the bits of
+        fp32)."""
         plan = self.plan
         first = unit % plan.tokens * (CHANNELS // 2)
         run, first = first // plan.run_words, first % plan.run_words

@@ -9,7 +9,7 @@ from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.registry import select
 
 SCRATCH_BYTES = 256 << 20
-"""Bound on the GPU kernels' buffer of scores; it has room for one token's scores even if these are more."""
+"""Limit of the GPU kernels' buffer of scores, in bytes; only the scores of a single token may exceed it."""
 
 
 def index_query(
@@ -32,7 +32,7 @@ def index_query(
         positions: [T] int64.
         frequencies: [R / 2] fp32 (`rope_frequencies`), R <= Di.
         weight_scale: `Di**-0.5 * Hi**-0.5`.
-        quantise: whether keys are Hadamard-transformed and quantised, too.
+        quantise: whether queries, like the keys, are Hadamard-transformed and quantised.
         impl: implementation by name; None lets the registry choose.
 
     Returns:
@@ -69,8 +69,8 @@ def index_topk(
 
     Scores as in `index_scores`; of equal scores the lower entry wins; a token with at most `top_k` visible entries gets
     all of them. Entry j of request b has row `page_table[b, j // entries_per_page] * entries_per_page + j %
-    entries_per_page` in the table of keys. The result has rows of the table of entries: the same number, or the one
-    that `row_pages` gives in place of `page_table`.
+    entries_per_page` in the table of keys. The result names rows of the table of entries: a row has the number of its
+    key's row, or the number that `row_pages` gives in place of `page_table`.
 
     Args:
         q: [T, Hi, Di] fp32 or bf16 (rotated, Hadamard-transformed and rounded as the model demands).

@@ -1,6 +1,8 @@
-"""The indexer on a GPU: scores into a bounded buffer, then the choice, for as many tokens at a time as fit.
+"""The indexer on a GPU: scores are written to a bounded buffer and the top-k chosen from it, for as many tokens at a
+time as fit.
 
-Shapes alone decide what is launched, so a CUDA graph can capture it: CTAs read how many entries their token sees.
+The launches depend on shapes alone, so a CUDA graph can capture them: CTAs read from memory how many entries their
+token sees.
 
 Hopper has two score kernels, and both give a token the same scores: they weight and add heads alike, and their
 instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
@@ -22,7 +24,7 @@ from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
 
 RUNS = 64
-"""The most CTAs of one token: each CTA gets as many pages as that takes, and at least PAGES_A_CTA."""
+"""The most CTAs of one token: each CTA gets as many pages as this limit requires, and at least PAGES_A_CTA."""
 PAGES_A_CTA = 4
 
 
@@ -104,7 +106,7 @@ def _run(
 
 
 def _check(q: Tensor, head_weights: Tensor, keys: KVRows, entries_per_page: int, lists: tuple[Tensor, ...]) -> int:
-    """Checks what the kernels support; returns the number of heads.
+    """The number of heads, after a check that the kernels support the arguments.
 
     Raises:
         ValueError: arguments that the kernels do not support.
@@ -142,7 +144,7 @@ def sm100(*arguments: object) -> Tensor:
 
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
-    """Compile jobs of the kernels of scores and of the choice; none for a model without an indexer."""
+    """Compile jobs of the score kernels and of the top-k kernel; none for a model without an indexer."""
     if not model.index_heads:
         return []
     scores_of = [partial(kernel.compile, arch, model.index_heads) for kernel in score_kernels(arch)]

@@ -46,7 +46,7 @@ MAX_PAGES_A_CTA = 64
 
 
 def pages_a_cta(tokens: int, num_pages: int) -> int:
-    """Pages of a run."""
+    """The number of pages in a run, which one CTA scores."""
     return max(WARPGROUPS, min(MAX_PAGES_A_CTA, num_pages * -(-tokens // TOKENS) // CTAS))
 
 
@@ -54,7 +54,7 @@ def pages_a_cta(tokens: int, num_pages: int) -> int:
 def launch(
     args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, num_tokens: Int32, stream: cuda.CUstream
 ) -> None:
-    """Launches one CTA for each run of pages of eight tokens."""
+    """Launches one CTA for each run of pages and each eight tokens."""
     kernel(args, heads, num_tokens).launch(
         grid=[runs, (num_tokens + (TOKENS - 1)) // TOKENS, 1],
         block=[THREADS, 1, 1],

@@ -13,7 +13,7 @@ from dsv4_kernels.rope import apply_rope
 KEY_TILE = 64
 """Entries of one product. Every product of a token has the same shape, so its bits do not depend on the batch."""
 TILE_PRODUCTS = 2**18
-"""Bound on the products of heads, keys and tokens that are computed at a time (at least one token's): 1 MB."""
+"""Limit of heads times keys times tokens that are multiplied at a time, at least one token: 1 MB of results in fp32."""
 
 
 def index_query(

@@ -1,6 +1,6 @@
 """Scores of a CSA layer's entries on a GPU (sm_90a, sm_100a): FP4 keys and queries on tensor cores by `mma.sync`.
 
-For few tokens; on Hopper prefills use `prefill_scores`, where tokens share the expanded keys.
+Prefills on Hopper use `prefill_scores` instead, where tokens share the expanded keys.
 
 A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. The
 channels of a product may lie anywhere in a fragment as long as both operands agree: a lane of a quad has 32 consecutive
@@ -153,7 +153,8 @@ def fragments(words: list, scales: list, word: int) -> list:
 
 
 def weigh(sums: list, weights: list) -> tuple:
-    """Two keys' scores, in every lane of their quad, from a lane's products: of tile n the heads 8 n + 2 quad + {0, 1}.
+    """Two keys' scores, in every lane of their quad. Of tile n a lane has products with heads 8 n + 2 quad and the
+    next.
 
     Args:
         sums: for tile n, from 4 n on: the first key's products with both heads, then the second key's.

@@ -149,7 +149,8 @@ def compact(
 ) -> None:
     """Writes the rows of all scores above the threshold and of the first `equals` scores at it, by rising entry.
 
-    A thread has neighbouring entries. Counts of one round fit 16 bits, so both counts are summed as one number.
+    A thread has neighbouring entries. The counts of one round fit 16 bits, so the counts of scores above and at the
+    threshold are summed as one number.
     """
     lane, warp = thread % 32, thread // 32
     above_before, equal_before = Int32(0), Int32(0)

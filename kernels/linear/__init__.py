@@ -1,8 +1,8 @@
 """Products of rows with weights; in batch-invariant implementations a row's bits do not depend on the other rows.
 
 All functions take x with rows in the first dimension and a weight stored [n, k], accumulate in fp32 and round once. On
-a CPU the implementation is "tiled" (see `dsv4_kernels.linear.tiled`), which is batch-invariant: a served token does not
-depend on batch and chunk.
+a CPU the implementation is "tiled" (see `dsv4_kernels.linear.tiled`), which is batch-invariant: a served token's bits
+do not depend on batch and chunk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The products on a GPU, by cuBLAS: bf16 operands, whose products are exact in fp32, summed in fp32.
 
-cuBLAS chooses its tiles and K splits by the number of rows, so a row's last bit may depend on how many other rows there
-are: these are not `batch_invariant`. A weight in fp32 is multiplied in fp32, without TF32, and slowly.
+cuBLAS chooses its tiles and K splits by the number of rows, so a row's last bit may depend on the number of other rows:
+these implementations are not `batch_invariant`. A weight in fp32 is multiplied in fp32, without TF32, and slowly.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, pl
     """`dsv4_kernels.linear.linear_fp8` on Hopper: at most 128 tokens, K a multiple of 128, N of 8.
 
     Args:
-        codes, scales, weight, weight_scale: as there. Rows of codes lie at multiples of 16 bytes. No kernel may write
-            weights and their scales while a model runs: they are read before the kernel before has ended.
+        codes, scales, weight, weight_scale: as in `linear_fp8`. Rows of codes lie at multiples of 16 bytes. No kernel
+            may write weights and their scales while a model runs: they are read before the previous kernel has ended.
         plan: None chooses. The bits are the same.
 
     Raises:

@@ -5,7 +5,7 @@ for each multiprocessor.
 
 The order of summation is DeepGEMM's, and so are the bits: four instructions of 32 channels follow each other in one
 accumulator, that of a block of 128 channels; it is multiplied by (scale of the token * scale of the weight) and added,
-`sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. As there, tokens are the left
+`sum = fma(block, scale, sum)`, in the order of K; the sum is rounded to bf16 once. As in DeepGEMM, tokens are the left
 operand of `wgmma` and weights the right one. So K cannot be split without exchanging sums: four bytes for each token
 and weight row, which at 32 tokens is as much as the block's weights.
 
@@ -15,16 +15,16 @@ right operand a tile has no padding. The left operand always has 64 rows, but it
 tokens of it, and a warp without tokens loads nothing. An instruction of 32 rows or less takes 16 clocks, a block 64:
 less than the 110 clocks in which 16 rows of it arrive from memory.
 
-Every CTA reads all tokens: at 64 tokens and tiles of 32 rows twice as many bytes as weights, from L2, which does not
-give three times memory's bandwidth. So each CTA of a cluster loads a part of the tokens for all of them (TMA
+Every CTA reads all tokens. At 64 tokens and tiles of 32 rows these are twice as many bytes as its weights, and L2 does
+not deliver three times memory's bandwidth. So each CTA of a cluster loads a part of the tokens for all of them (TMA
 multicast).
 
     WEIGHTS (1 warp)             waits empty[stage]; weights (TMA) and their scales (cp.async) arrive at full[stage]
     TOKENS (1 warp)              the same for tokens and their scales
     CONSUMER (1 warpgroup or 2)  64 tokens each: waits full[stage], arrives at empty[stage] of the whole cluster
 
-A stage is some blocks of a tile. WEIGHTS does not wait for the kernel before (`dependent_launch`, rule 1): while that
-kernel ends, the weights of all stages are in flight.
+A stage holds one, two or four blocks of a tile. WEIGHTS does not wait for the kernel before (`dependent_launch`, rule
+1): while that kernel ends, the weights of all stages are in flight.
 
 A token's sum depends neither on its index, nor on the number of tokens, nor on the plan.
 """
@@ -160,7 +160,8 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
 
 
 def boxes_of(tma: TmaTensor, start: cute.Pointer, rows: int, count: int) -> tuple:
-    """(shared memory, global memory) operands of TMA copies, a box first: `count` boxes, and [rows' box, block]."""
+    """(shared memory, global memory) operands of TMA copies. Mode 0 is a box; the other modes are [count] in shared
+    memory and [box of rows, block] in global memory."""
     layout = swizzled((rows, BLOCK, count))
     places = cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=Float8E4M3FN), layout.outer)
     blocks = cute.local_tile(tma.tensor, (rows, BLOCK), (None, None))
@@ -191,7 +192,8 @@ def load_weights(
     work: Work,
     lane: Int32,
 ) -> None:
-    """Copies weights and their scales, one stage after the other, and announces the bytes of all codes of a stage."""
+    """Copies weights and their scales, one stage after the other, and announces a stage's bytes of weights and tokens
+    to its barrier."""
     targets, sources = boxes
     stage = pipeline.first_to_fill()
     for turn in cutlass.range(work.turns, unroll=1):

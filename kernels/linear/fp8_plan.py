@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def brought(self) -> int:
-        """Tokens that a CTA of the cluster loads for all of them."""
+        """Tokens that a CTA of the cluster loads for all its CTAs."""
         return self.tokens // self.cluster
 
     # Shared memory: the stages' weights, then their tokens, then the scales of both, then barriers.
@@ -138,7 +138,7 @@ bandwidth and latency (4.3 TB/s times 0.9 us)."""
 
 
 def tile_rows(num_rows: int, multiprocessors: int) -> int:
-    """The largest tile with which enough multiprocessors have one."""
+    """The rows of a tile: the most with which a share BUSY of the multiprocessors has a tile, or the fewest of ROWS."""
     for rows in ROWS[:0:-1]:
         if -(-num_rows // rows) >= BUSY * multiprocessors:
             return rows
@@ -160,7 +160,7 @@ def chosen(num_tokens: int, num_rows: int, multiprocessors: int) -> Plan:
 
 def planned(rows: int, tokens: int) -> Plan:
     """The plan for a shape of tile: stages of four blocks, or of two blocks where a block has more bytes, and as many
-    stages as hold `IN_FLIGHT` bytes or fit the shared memory.
+    stages as hold `IN_FLIGHT` bytes of weights or fit the shared memory.
 
     The overhead of a stage besides its products (a wait, loads of fragments, a wait for the last product: some 200
     clocks) is amortised over its blocks; a block's products take 80 clocks.

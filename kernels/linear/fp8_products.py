@@ -20,7 +20,7 @@ def fragments(plan: Plan, tokens: Int32, places: tuple, exists: Int32) -> list:
     Args:
         plan: of the kernel.
         tokens: address of the stage's tokens.
-        places: of `places_of_tokens`.
+        places: result of `places_of_tokens`.
         exists: whether the warp has tokens at all.
     """
     words = []
@@ -31,8 +31,8 @@ def fragments(plan: Plan, tokens: Int32, places: tuple, exists: Int32) -> list:
 
 
 def places_of_tokens(plan: Plan, first_token: Int32, lane: Int32) -> tuple:
-    """Offsets in a block at which a lane finds its row's part for each of the four instructions: the first or the
-    second 16 bytes of 32 of row lane % 16, as `ldmatrix` reads them."""
+    """Offsets in a block that a lane passes to `ldmatrix` for each of the four instructions: of the first or the second
+    16 of the instruction's 32 bytes of row lane % 16."""
     row = (first_token + lane % 16) % plan.tokens  # with 8 tokens the second eight are the first again
     return tuple(row * ROW_BYTES + ((2 * product + lane // 16) ^ (row & 7)) * 16 for product in range(PRODUCTS))
 
@@ -63,9 +63,9 @@ def multiply_add(plan: Plan, left: list, weights: Int32, scales: Int32, places: 
 
     Args:
         plan: of the kernel.
-        left: of `fragments`.
+        left: result of `fragments`.
         weights, scales: addresses of the stage's parts.
-        places: of `places_of_scales`.
+        places: result of `places_of_scales`.
         sums: added to.
     """
     count = plan.accumulators

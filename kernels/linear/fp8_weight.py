@@ -1,10 +1,11 @@
 """Products of few tokens with an FP8 weight on Hopper (sm_90a): the first half of the grouped output projection.
 
-The weight is read as the checkpoint stores it, e4m3 with a power of two for 128 x 128, and becomes bf16 in registers
-without rounding, so the operands are those of the bf16 product. Instructions, the 16 channels of each and the order of
-all sums are those of `linear.kernel`, so the bits are, too: a quarter of K (a segment) in one accumulator, quarters
-added in order. Only within an instruction channels are in another order (see `sum_stage`), which changes no bit on the
-hardware. The fused operations save launches and change no bit either: x may be rotated back, the result quantised.
+The weight is read as the checkpoint stores it, e4m3 with a power of two for each block of 128 x 128, and becomes bf16
+in registers without rounding, so the operands are those of the bf16 product. Instructions, the 16 channels of each and
+the order of all sums are those of `linear.kernel`, and so are the bits: a quarter of K (a segment) in one accumulator,
+quarters added in order. Only within an instruction channels are in another order (see `sum_stage`), which changes no
+bit on the hardware. The fused operations save launches and change no bit either: x may be rotated back, the result
+quantised.
 
 The kernel is bound by memory, so all multiprocessors have to load the weight, even with two output groups. A cluster
 has 128 rows of the weight and some tokens, each of its four CTAs one segment of K:
@@ -75,8 +76,8 @@ class Tile:
         """Tiles of 8 tokens."""
         return self.tokens // MMA_TOKENS
 
-    # Shared memory: the stages, their scales, the turns, the sums of all segments. Sums of many tokens overwrite the
-    # stages.
+    # Shared memory: the stages, their scales, the turns (cosines and sines), the sums of all segments. Sums of many
+    # tokens overwrite the stages.
 
     @property
     def stage_bytes(self) -> int:
@@ -194,7 +195,7 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
         cute.arch.mbarrier_init(ready, SEGMENTS)
         cute.arch.mbarrier_init(received, 1)
         cute.arch.mbarrier_init_fence()
-        # This CTA receives two tokens of each quad of every instruction's tile, from every segment.
+        # This CTA receives two of the eight tokens of every instruction's tile, from every segment.
         of_tile = SUM_TILE_BYTES - 16
         cute.arch.mbarrier_arrive_and_expect_tx(received, tile.sums_bytes // SUM_TILE_BYTES * of_tile)
     cute.arch.cluster_arrive_relaxed(aligned=False)  # thread 0 arrives later
@@ -297,7 +298,7 @@ def load(
 
 
 def tokens_a_pass(tile: Tile) -> int:
-    """Tokens of which all threads together copy a stage's channels at once: an even number."""
+    """Tokens whose channels of a stage all threads together copy in one pass: an even number."""
     return tile.threads // TOKEN_UNITS
 
 

@@ -144,7 +144,8 @@ def sm90(
     quantises: bool,
     tile: Tile | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Hopper: x bf16, N a multiple of 128, K and heads of 512."""
+    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Hopper: x bf16, N a multiple of 128, K of 512, heads of 512
+    channels."""
     tokens, (groups, rows, _) = x.shape[0], weight.shape
     if quantises:
         codes, scales, _ = new_codes(tokens, groups * rows, True, x.device)

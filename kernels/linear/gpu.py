@@ -3,7 +3,7 @@
 `kernel` has the kernel for both generations, `wgmma` a kernel for Hopper with the same bits, faster from some 32 tokens
 on.
 
-bf16 operands, whose products are exact in fp32. `linear_fp32` returns fp32 (gate, compressors, indexer, logits),
+Operands are bf16; their products are exact in fp32. `linear_fp32` returns fp32 (gate, compressors, indexer, logits),
 `grouped_linear` bf16 (the first half of the output projection). On Hopper they are the default; on Blackwell they run
 where batch invariance is required, since cuBLAS is faster where it may split K and choose its tile by the number of
 rows.
@@ -31,8 +31,8 @@ TILES = (
 )
 """Tiles of `kernel`, for any architecture."""
 MANY_TOKENS = 256
-"""From this many tokens on, a product by `kernel` is bound by arithmetic, and gets the largest tile whatever its
-waves."""
+"""From this many tokens on, a product by `kernel` is bound by arithmetic, and gets the largest tile whatever the number
+of waves."""
 HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
     TILES[0]: (105, 51),
     wgmma.Tile(rows=64, tokens=32, stages=10): (160, 240),
@@ -43,7 +43,8 @@ HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
     wgmma.Tile(rows=128, tokens=192, stages=5): (508, 586),
 }
 """Tiles for Hopper -> nanoseconds for 64 channels on an H200: of one wave of CTAs, and of each further wave
-(`bench_invariant_linear.py --sweep`). Of the tiles that were tried, none of these can be removed without costing 2 %.
+(`bench_invariant_linear.py --sweep`). Of all tiles that were tried, these are the ones that cannot be removed without
+costing 2 %.
 """
 HOPPER_BYTES_A_NANOSECOND = 4200
 
@@ -59,15 +60,15 @@ def chosen(
 ) -> Tile | wgmma.Tile:
     """The tile for a product; a token's bits do not depend on the choice.
 
-    On Hopper the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere, with few tokens, the tile whose
-    CTAs together wait for the fewest bytes, with whole waves of CTAs; a CTA moves its rows and its tokens, which are
-    equally long.
+    On Hopper it is the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere it is the largest tile from
+    MANY_TOKENS on; with fewer tokens the tile whose CTAs move the fewest bytes one after the other: waves of CTAs times
+    the bytes of a CTA, its rows and its tokens, which are equally long.
 
     Args:
         arch: compiled for.
         num_tokens, num_rows, groups: of the product.
         multiprocessors: of the GPU.
-        pairs: whether the result may be written by two rows at a time (`stores_pairs`).
+        pairs: whether the result can be written two rows at a time (`stores_pairs`).
     """
 
     def waves(tile: Tile | wgmma.Tile) -> int:
@@ -85,7 +86,8 @@ def chosen(
             return max(alone, memory) + alone / 10  # if memory bounds all tiles, less work is still better
 
         def fits(tile: Tile | wgmma.Tile) -> bool:
-            # TMA is slower for tokens that do not exist: logits of 16 tokens took 446 us in tiles of 64, of 64 273 us.
+            # TMA is slower for tokens that do not exist: in tiles of 64 tokens, logits of 16 tokens took 446 us, logits
+            # of 64 tokens 273 us.
             return isinstance(tile, Tile) or (pairs and tile.tokens <= max(32, 2 * num_tokens))
 
         return min(filter(fits, HOPPER_TILES), key=nanoseconds)
@@ -95,7 +97,7 @@ def chosen(
 
 
 def stores_pairs(out: Tensor) -> bool:
-    """Whether a result [T, G, N] can be written by two neighbouring rows at a time: N and all strides are even, and the
+    """Whether a result [T, G, N] can be written two neighbouring rows at a time: N and all strides are even, and the
     address is a multiple of two elements."""
     steps = [stride for size, stride in zip(out.shape[:2], out.stride()[:2], strict=True) if size > 1]
     return not any(step % 2 for step in (out.shape[2], *steps)) and out.data_ptr() % (2 * out.element_size()) == 0

@@ -1,6 +1,6 @@
 """Products whose bits depend on a row and the weight alone, whatever the number of rows: the kernel (sm_90a, sm_100a).
 
-The bits are fixed by one order of summation, by K alone, in every tile:
+In every tile the order of summation is the same and depends on K alone, which fixes the bits:
 
 * an instruction (mma.m16n8k16, weights on the left, tokens on the right) sums 16 consecutive channels, from a multiple
   of 16 on. The hardware decides in which order it adds them: on an H200 the same 16 channels gave the same bits in any

@@ -12,9 +12,9 @@ on an AVX-512 CPU, 1 to 4 threads, k from 24 to 4,096, n from 8 to 4,096, m from
 
 So products go to oneDNN (`torch.nn.functional.linear` sends fp32 to MKL), in tiles of TILE_ROWS rows, the last tile
 padded with zeros: few heights also mean few kernels to generate. Equal bits for all heights are a property of the
-library and the machine, not a guarantee: the first time a weight's shape meets a tile above the smallest, both are
-computed from random rows and compared. If they differ, the larger height is not used for that shape, which is slower
-and logged.
+library and the machine, not a guarantee: the first time that a weight's shape is used with a tile above the smallest,
+the products of both tiles are computed from random rows and compared. If they differ, the larger height is not used for
+that shape, which is slower and logged.
 """
 
 from __future__ import annotations

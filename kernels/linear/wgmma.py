@@ -8,7 +8,7 @@ of the weight, the left operand, and up to 192 tokens.
     PRODUCER (1 warp of a warpgroup)   waits empty[stage]; 64 channels of weights and tokens (TMA) arrive at full[stage]
     CONSUMER (1 or 2 warpgroups)       64 rows each: waits full[stage], multiplies; releases the stage before
 
-Persistent: the next tile's operands are copied while a tile's result is stored.
+CTAs are persistent: the next tile's operands are copied while a tile's result is stored.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ MMA_ROWS = 64
 """Rows of the weight, of an instruction and of a warpgroup."""
 MMA_CHANNELS = 16
 REGISTERS = (240, 24)
-"""Registers of a thread of two consumers, and of the producer."""
+"""Registers of a thread, if there are two consumers: of a consumer, and of the producer."""
 
 
 @dataclass(frozen=True)

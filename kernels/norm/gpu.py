@@ -1,7 +1,7 @@
 """RMS norm on Hopper and Blackwell (sm_90a, sm_100a), in bf16 or as e4m3: one kernel, bound by memory.
 
 A warp computes a row of up to WARP_DIM channels, a CTA a longer row; the CTA's warps exchange their sums in shared
-memory once. A lane has chunks of 8 channels, as far apart as there are lanes, and loads all of them before it uses the
+memory once. Neighbouring lanes have neighbouring chunks of 8 channels; a lane loads all its chunks before it uses the
 first. Their number depends on the row's length only, and so do the order of the sum and its bits. Sixteen neighbouring
 lanes have a block of e4m3.
 """

@@ -48,7 +48,8 @@ BLOCK_LANES = SCALE_GROUP // rows_of.CHUNK
 ROTATED_LANE = WARP - ROPE_DIM // rows_of.CHUNK
 """The first lane whose second half is rotated."""
 FEW_ROWS = 8448
-"""Up to this many heads of all tokens, a warp makes one head: 64 warps on each of 132 multiprocessors."""
+"""If all tokens together have at most this many heads, a warp makes one head: 64 warps on each of 132
+multiprocessors."""
 HEADS_A_WARP = 4
 
 
@@ -57,7 +58,7 @@ class Table(NamedTuple):
 
     storage: Int64
     page_bytes: Int64  # from page to page, or from plain row to plain row
-    rows: Int64  # int64 [T]; 0: no such destination
+    rows: Int64  # int64 [T]; 0: this destination is not used
     is_fp8: Int32
 
 
@@ -330,5 +331,5 @@ def sm100(*arguments: object) -> None:
 
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
-    """Compile jobs for one head a warp and for HEADS_A_WARP, of which the number of rows chooses."""
+    """Compile jobs for one head a warp and for HEADS_A_WARP, between which the number of rows decides."""
     return [partial(compile, heads_a_warp, arch) for heads_a_warp in (1, HEADS_A_WARP)]

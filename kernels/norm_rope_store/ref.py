@@ -1,4 +1,4 @@
-"""Definition, in plain PyTorch: the definitions of its parts, one after the other."""
+"""Definition of `norm_rope_store`, in plain PyTorch: the definitions of its parts, one after the other."""
 
 from __future__ import annotations
 

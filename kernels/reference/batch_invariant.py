@@ -3,7 +3,7 @@
 Serving promises the same bits for a token in any batch or chunk. Not all of PyTorch's CPU kernels give them:
 `torch.sigmoid`, `silu`, `softplus` and `exp2` use a vector routine for most elements and a scalar routine for the last
 few of a thread's share, and the two differ by an ulp. `exp`, `log1p`, `sin` and `cos` (MKL's vector library, masked
-tails) and IEEE operations (+ - * / sqrt) do give them, so the functions here are built of those. The same holds for
+tails) and IEEE operations (+ - * / sqrt) do give them, so the functions here are built from these. The same holds for
 sums: here the order depends on the index in the reduced dimension only. (Products of rows with weights are in
 `dsv4_kernels.linear.tiled`.)
 """
@@ -36,8 +36,8 @@ def at_least_as_many_as_threads(tokens: Tensor) -> Tensor:
     """Token indices for use as a batch of matrix products; on a CPU repeated until there are as many as threads.
 
     MKL gives each matrix of a batch to one thread, and then a matrix's bits do not depend on the batch. With fewer
-    matrices than threads it splits single matrices: measured with 5 x 24 on two threads and 24 x 100 on seven, their
-    bits then change.
+    matrices than threads it splits single matrices, and their bits change (measured with matrices of 5 x 24 on two
+    threads and of 24 x 100 on seven).
     """
     fewest = torch.get_num_threads() if tokens.device.type == "cpu" else 1
     if not 0 < len(tokens) < fewest:

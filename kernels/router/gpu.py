@@ -1,8 +1,8 @@
 """Choice and weights of experts on Hopper and Blackwell (sm_90a, sm_100a): one warp a token.
 
 Lane l has the scores of experts l, 32 + l, 64 + l, ... in registers. The learned router picks the best expert `top_k`
-times: the best of a lane, the best of the warp, the lowest id among the experts with that score. Routed by token id,
-lane j has the token's expert j.
+times: the best of a lane, the best of the warp, the lowest id among the experts with that score. In routing by token
+id, lane j has the token's expert j.
 """
 
 from collections.abc import Callable
@@ -107,8 +107,8 @@ def score_of(logit: Float32) -> Float32:
 
 
 def in_order(x: Float32) -> Int32:
-    """An int32 in the order of the fp32 numbers; the largest for NaN as the GPU makes it, which is where sorting puts
-    NaN."""
+    """The bits of an fp32 as an int32 of the same order. The NaN that the GPU makes becomes the largest number, as in a
+    sort by PyTorch."""
     bits = Int32(ptx.as_u32(x))
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -26,7 +26,7 @@ def step_mapping(
     layout: StepLayout,
     impl: str | None = None,
 ) -> StepMapping:
-    """The addresses of everything that a step reads and writes.
+    """The rows and pages that a step reads and writes.
 
     ::
 

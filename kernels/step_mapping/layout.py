@@ -35,9 +35,10 @@ class StepLayout:
 
 
 class GroupMapping(NamedTuple):
-    """The mapping of one ratio r: M = B * ceil(k / r) compression groups that the step may close."""
+    """The mapping of one ratio r: M = B * ceil(k / r) compression groups that the step may close; N' is the number of
+    request slots."""
 
-    sources: Tensor  # [M, C * r] int32: -1: no row (all of them in an open group); s < N * S: state row; else token
+    sources: Tensor  # [M, C * r] int32: -1: no row (all of them in an open group); s < N' * S: state row; else token
     slots: Tensor  # [M] int64: row of the entry pools; 0, the null row, in an open group
     positions: Tensor  # [M] int64: of a compression group's first token
     state_rows: Tensor  # [T] int64: where a token's raw row is kept
