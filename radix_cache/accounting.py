@@ -10,7 +10,7 @@ from dsv4_radix_cache.pages import page_floor
 
 
 class Stop(Enum):
-    """Why a token of a prompt was recomputed, or where a request's prefix hit ended."""
+    """Why a token of a prompt was recomputed, or why a request's prefix hit ended."""
 
     NO_BLOCK = "no block"  # the token's compressed blocks are not stored
     NO_TAIL = "no tail"  # the blocks are stored, but no tail at or after them on the path
@@ -84,7 +84,7 @@ def explain(
         prompt_tokens: length of the prompt; at least 1.
         hit_tokens: tokens reused from the cache, up to the tail at which the match ended.
         block_tokens: tokens whose compressed blocks are stored, contiguously from position 0 (>= hit_tokens).
-        limit_tokens: the match was not allowed to go beyond it (a request that wants logprobs of its prompt).
+        limit_tokens: tokens beyond which the match was not allowed to go (a request that wants logprobs of its prompt).
         salted: whether the request has a cache namespace of its own. Whether *another* namespace holds the prompt is
             not looked up: the answer would tell one tenant what another one asked.
         tier: tier of the tail.

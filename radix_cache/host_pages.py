@@ -63,7 +63,7 @@ class HostPages:
         return self._pages.get(digest)
 
     def first_missing(self, digests: Sequence[bytes], begin: int = 0) -> int:
-        """The first index from `begin` on whose page is not stored; len(digests) if all are."""
+        """The first index from `begin` on whose page is not stored; len(digests) if none is missing."""
         end = begin
         while end < len(digests) and digests[end] in self._pages:
             end += 1
@@ -94,8 +94,8 @@ class HostPages:
             before: the page before it, which must be stored; None for the first page of a prefix.
 
         Returns:
-            The slot, or None if every page is pinned or belongs to this page's prefix; and (digest, slot) of the page
-            that was freed for it, if any.
+            The slot, or None if no page may be freed, because each is pinned, precedes a pinned page, or belongs to
+            this page's prefix; and (digest, slot) of the page that was freed for it, if any.
         """
         slot, freed = self.reserve(keep=before)
         if slot is not None:

@@ -1,4 +1,4 @@
-"""Invariants of a tail store after any sequence of calls; every assertion says the values."""
+"""Invariants of a tail store after any sequence of calls; the message of every assertion has the values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def check(store: TailStore) -> None:
     """Assert the store's invariants. O(tails): for tests and idle checks.
 
     * free + cached + in use = total in either tier, and every held slot belongs to exactly one live tail;
-    * a tail has a slot in a tier exactly if its copy there is queued or present, and every tail is in some tier;
+    * a tail has a slot in a tier if and only if its copy there is queued or present, and every tail is in some tier;
     * a tail held by its request is on the device only, and neither linked nor queued for eviction;
     * `before` and `after` mirror each other and positions grow along them;
     * every cached tail is in exactly one of the two eviction queues, under its present value.

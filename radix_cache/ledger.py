@@ -7,7 +7,7 @@ slot. Calls in the life of a request:
               owns the `Match`, afterwards the ledger does
     resume    before its first prefill chunk: the tail to restore, if any
     extend    per prefill chunk: the tails that the chunk writes
-    decode    before each step that writes tokens: the tail to save from the rings first, if they hold a full page's end
+    decode    before each decode or verify step: the tail to save from the rings first, if they hold a full page's end
     ended     its last page may be saved now
     to_publish / published   hand its tails to the tree, as far as the tree's key extends
     finished  (or aborted, or retracted): release the tails that it still holds
@@ -42,12 +42,12 @@ class Match:
 
     prompt_tokens: int
     tail_id: int | None  # the tail at `position`
-    position: int  # [0, position) is reused from the cache; 0: nothing is
+    position: int  # [0, position) is reused from the cache; 0: nothing is reused
     block_tokens: int  # tokens whose blocks are stored, contiguously from 0
     limit_tokens: int  # the match was not allowed to go further
     salted: bool  # the request has a cache namespace of its own
-    host_tokens: int = 0  # of [0, position): their pages were loaded from host memory
-    storage_tokens: int = 0  # of [0, position): their pages came from the storage backend
+    host_tokens: int = 0  # tokens of [0, position) whose pages were loaded from host memory
+    storage_tokens: int = 0  # tokens of [0, position) whose pages came from the storage backend
     report: PrefixReport | None = None  # the account of the prompt, once the request runs
 
 
@@ -55,11 +55,11 @@ class Match:
 class _Request:
     generation: int
     match: Match | None
-    receipt: int | None = None  # of the pin on the match's tail
+    receipt: int | None = None  # receipt of the pin on the match's tail
     started: bool = False
     may_write: bool = True  # False after a bookkeeping error: the request writes no more tails
     written_end: int = 0  # positions below it have been written, or restored
-    kept: int | None = None  # where the last step began whose begin the host learnt afterwards
+    kept: int | None = None  # begin of the last step, if the host learns it only after the step (`wrote`)
     pending: dict[int, int] = field(default_factory=dict)  # position -> tail id, written and not yet published
     decoded: int | None = None  # the pending position that decoding saved; the next page replaces it
 
@@ -69,7 +69,7 @@ class _Request:
 
     @property
     def branch(self) -> int | None:
-        """The position where the request left a stored stretch without finding a tail: a learned branch point."""
+        """The position where the request diverges from stored blocks, if its hit ended before: a branch point."""
         match = self.match
         return match.block_tokens if match and match.block_tokens > match.position else None
 
@@ -125,7 +125,7 @@ class Ledger:
     # Admission: from a match to restored rings
 
     def admit(self, slot: int, generation: int, match: Match | None, receipt: int | None = None) -> None:
-        """A request with this match, whose tail is pinned under `receipt`, got a request slot.
+        """Register a request that got a request slot, with its match, whose tail is pinned under `receipt`.
 
         May be called again before each of the request's chunks; the first call counts.
         """
@@ -146,7 +146,7 @@ class Ledger:
             self.store.unpin(tail_id)
 
     def resume(self, slot: int, generation: int, begin: int) -> int | None:
-        """A prefill chunk of a request begins at `begin`; call it before the first `extend` of a forward.
+        """Start a prefill chunk of a request at `begin`; call it before the first `extend` of a forward.
 
         Returns:
             Id of the tail to restore; None for a cold request and for a chunk that continues its request.
@@ -202,7 +202,7 @@ class Ledger:
     # Writing tails
 
     def extend(self, slot: int, generation: int, begin: int, end: int) -> list[TailWrite]:
-        """The tails that the forward over [begin, end) writes. May evict tails, so restores come first."""
+        """The tails that the forward over [begin, end) writes. It may evict tails, so restores come first."""
         state = self._live(slot, generation)
         assert state is not None and state.started, f"request slot {slot} has not resumed"
         state.written_end = end
@@ -220,8 +220,8 @@ class Ledger:
     def decode(self, slot: int, generation: int, begin: int, count: int) -> TailWrite | None:
         """The tail to save from the slot's rings before the next forward writes [begin, begin + count); None if none.
 
-        There is one when [0, begin) contains a page boundary whose rows are still in the rings. A request holds at most
-        one tail of its decoding; the next page replaces it.
+        A tail is due if the last full page of [0, begin) is not saved yet and the rings still hold the rows at its end.
+        A request holds at most one tail of its decoding; the tail of the next page replaces it.
         """
         state = self._started(slot, generation)
         if state is None:
@@ -231,27 +231,27 @@ class Ledger:
         return self._full_page(state, begin, written_end)
 
     def wrote(self, slot: int, generation: int, begin: int, count: int) -> None:
-        """The last forward of a decoding request wrote [begin, begin + count), and [0, begin) was kept.
+        """Note that the last forward of a decoding request wrote [begin, begin + count), and that [0, begin) was kept.
 
         For a caller that learns `begin` only when the forward is over; it calls `decoded_page` in place of `decode`.
-        Rings must be wide enough for two steps: rings widened for up to 6 tokens a step are.
+        Rings must be long enough for two steps: rings widened for up to 6 tokens a step are.
         """
         state = self._started(slot, generation)
         if state is not None:
             state.kept, state.written_end = begin, max(state.written_end, begin + count)
 
     def decoded_page(self, slot: int, generation: int) -> TailWrite | None:
-        """The tail to save from the slot's rings before its next forward, judged by its last forward (`wrote`)."""
+        """The tail to save from the slot's rings before its next forward, by the `begin` that `wrote` noted."""
         state = self._started(slot, generation)
         return None if state is None or state.kept is None else self._full_page(state, state.kept, state.written_end)
 
     def _started(self, slot: int, generation: int) -> _Request | None:
-        """None for a request that was prefilled before this ledger was reset, and for a warm-up batch."""
+        """The request, once it has resumed; None if it was prefilled before a reset, and for a warm-up batch."""
         state = self._live(slot, generation)
         return state if state is not None and state.started else None
 
     def _full_page(self, state: _Request, begin: int, written_end: int) -> TailWrite | None:
-        """The last page of [0, begin), if it is not saved yet and the rings, written up to `written_end`, hold it."""
+        """The tail to save of the last full page of [0, begin); None if it is saved or the rings have lost it."""
         position = page_floor(begin)
         if not position or position in state.pending or position <= (state.decoded or state.prompt_tokens):
             return None
@@ -293,8 +293,8 @@ class Ledger:
     # The end: a request's tails go to the tree or back to the store
 
     def ended(self, slot: int, generation: int, length: int) -> None:
-        """A request ends with [0, length) computed. If that fills its last page exactly, no later forward has saved the
-        ring: it is saved before the next forward, whichever request gets the slot."""
+        """Note that a request ends with [0, length) computed; queue the save of its last full page, if the rings hold
+        it. The save precedes every write of the next forward, so the slot may go to another request."""
         state = self._live(slot, generation)
         if state is not None:  # one step may have written beyond the end, and another may be under way
             state.written_end = max(state.written_end, length + 2 * self.draft_tokens)
@@ -309,14 +309,14 @@ class Ledger:
         return sorted(((p, i) for p, i in state.pending.items() if p <= up_to), reverse=True) if state else []
 
     def published(self, slot: int, position: int) -> None:
-        """The tree now has a tail at `position`: that of the request in `slot`, or an earlier one."""
+        """Note that the tree has a tail at `position`: that of the request in `slot`, or of an earlier request."""
         state = self._requests[slot]
         del state.pending[position]
         if state.decoded == position:
             state.decoded = None
 
     def finished(self, slot: int, generation: int) -> None:
-        """The request ended or was retracted: release its unpublished tails. Unknown requests are accepted."""
+        """The request ended or was retracted: release its unpublished tails. Unknown requests are ignored."""
         if self._live(slot, generation) is not None:
             self._drop(slot)
 
@@ -348,7 +348,7 @@ class Ledger:
 
     @contextmanager
     def _surviving(self, state: _Request) -> Iterator[None]:
-        """A bookkeeping error inside costs the request its unpublished tails; the server goes on."""
+        """Context in which a bookkeeping error costs the request its unpublished tails; the server goes on."""
         try:
             yield
         except Exception:

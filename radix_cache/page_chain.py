@@ -1,7 +1,7 @@
 """Names of prefixes: one digest per page, each over the page's tokens and the digest before it.
 
-Two prefixes have the same digest exactly if they have the same tokens and namespace (128-bit BLAKE2b; a collision is
-not to be expected before 2**64 pages). So the deepest tail of a prompt is found by looking up its digests, deepest
+Two prefixes have the same digest if and only if they have the same tokens and namespace (128-bit BLAKE2b; a collision
+is not to be expected before 2**64 pages). So the deepest tail of a prompt is found by looking up its digests, deepest
 first, instead of comparing tokens node by node from the root.
 """
 

@@ -1,4 +1,4 @@
-"""Tokens and whole pages. Integers, or integer arrays of any library."""
+"""Conversions between tokens and whole pages, for integers or integer arrays of any library."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dsv4_radix_cache.ring import PAGE_TOKENS, Position
 
 
 def whole_pages(tokens: Position) -> Position:
-    """Pages that `tokens` tokens fill."""
+    """Number of pages that `tokens` tokens fill completely."""
     return tokens // PAGE_TOKENS
 
 
 def pages_for(tokens: Position) -> Position:
-    """Pages that `tokens` tokens need; the last one may be partly empty."""
+    """Number of pages that `tokens` tokens need; the last one may be partly empty."""
     return -(-tokens // PAGE_TOKENS)
 
 

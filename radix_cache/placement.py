@@ -13,7 +13,7 @@ DEFAULT_INTERVAL_TOKENS = 2048
 @dataclass(frozen=True)
 class Placement:
     """The placement rule. `interval_tokens` is the distance of tails inside a prefill: the first request that diverges
-    inside a stored stretch recomputes at most that many tokens."""
+    inside a stored prefix recomputes at most that many tokens."""
 
     interval_tokens: int = DEFAULT_INTERVAL_TOKENS
 
@@ -29,11 +29,11 @@ class Placement:
 
         * the last page boundary of the prompt, and the boundary at which the *same* prompt would match again (a match
           must leave at least one token to compute, so the two differ when the prompt fills its last page);
-        * `branch`: where this request left a stored stretch (a learned branch point);
+        * `branch`: the position where this request diverged from a stored prefix (a learned branch point);
         * the chunk's end, if it is a page boundary: a request that is retracted or aborted later loses no chunk;
         * multiples of the interval, counted from position 0, so that different requests agree on them.
 
-        The order matters when slots are short: the first positions get them.
+        When tail slots are short, the first positions get them.
         """
         last = page_floor(prompt_tokens)
         again = page_floor(prompt_tokens - 1)

@@ -20,9 +20,10 @@ Position = TypeVar("Position", int, Any)  # int, or integer arrays of any librar
 
 
 def ring_row(request_slot: Position, position: Position, rows: int) -> Position:
-    """The row of `position` in the ring of `request_slot`, where each request slot owns `rows` rows in a row.
+    """The row of `position` in the ring of `request_slot`, where each request slot owns `rows` consecutive rows.
 
-    Integers or integer tensors of shapes that broadcast. `dsv4_kernels.step_mapping` computes the same on the device.
+    The arguments are integers, or integer tensors whose shapes broadcast. `dsv4_kernels.step_mapping` computes the same
+    on the device.
     """
     return request_slot * rows + position % rows
 
@@ -46,7 +47,8 @@ def window_span(position: int, ring_rows: int) -> RingSpan:
     """The rows of a window ring, `ring_rows` long, that belong to a tail at `position`.
 
     Raises:
-        ValueError: `position` is no page boundary, or the ring is no multiple of the window that divides the page.
+        ValueError: `position` is no page boundary, or `ring_rows` is no multiple of the window or no divisor of the
+            page.
     """
     check_position(position)
     if ring_rows % WINDOW_TOKENS or PAGE_TOKENS % ring_rows:
@@ -58,10 +60,11 @@ def window_span(position: int, ring_rows: int) -> RingSpan:
 
 
 def overlap_span(position: int, state_rows: int) -> RingSpan:
-    """The rows of a compressor state, `state_rows` long, with the raw rows of the group that ends at `position`.
+    """The rows of a compressor state, `state_rows` long, with the raw rows of the compression group before `position`.
 
     Raises:
-        ValueError: `position` is no page boundary, or the state is no multiple of the group that divides the page.
+        ValueError: `position` is no page boundary, or `state_rows` is no multiple of the compression group or no
+            divisor of the page.
     """
     check_position(position)
     if state_rows % OVERLAP_TOKENS or PAGE_TOKENS % state_rows:
@@ -88,8 +91,8 @@ def still_intact(position: int, written_end: int, ring_rows: int, state_rows: in
 def chunk_rows(position: int, rows: int, chunk_begin: int, chunk_end: int) -> range | None:
     """Indices, within the chunk [chunk_begin, chunk_end), of the last `rows` positions before `position`.
 
-    None when some of them precede the chunk. That cannot happen to a chunk that begins at a page boundary, and SGLang
-    cuts prefills at page boundaries; other chunks write no tail there.
+    None when some of them precede the chunk, which then writes no tail at `position`. This cannot happen to a chunk
+    that begins at a page boundary, where SGLang cuts prefills.
 
     Raises:
         ValueError: `position` is outside of the chunk.

@@ -1,4 +1,4 @@
-"""A pool of numbered tail slots: every slot is free, cached or in use, and the three always add up to the total."""
+"""A pool of numbered tail slots, each of which is free, cached or in use; the three counts add up to the total."""
 
 from __future__ import annotations
 

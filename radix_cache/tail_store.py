@@ -1,4 +1,4 @@
-"""The tail store: slots of two tiers, who holds them, which copies between them are due, and which tail is evicted.
+"""The tail store: slots of two tiers, their holders, which copies between them are due, and which tail is evicted.
 
 Pure bookkeeping: no tensor, no stream. The caller executes the copies that `pop_copies` returns, in order, in one
 stream (or with equivalent fences). The store assumes that order and nothing else about time, so all ranks of a
@@ -10,7 +10,7 @@ Life of a tail:
     publish -> held by the tree; a copy to the host is queued at once (write-through), so that giving up the device
                slot later is free
     hit     -> its value is renewed; a tail that only the host has is promoted if that evicts nothing
-    release -> gone: its tree node went, or its request ended without publishing it
+    release -> gone: its tree node was deleted, or its request ended without publishing it
     evicted -> gone, to make room for another tail (`_evict`; `eviction_policy` says which)
 
 Why write-through and not a copy at eviction: a tail is written once per 2,048 prefilled tokens or 256 decoded tokens,
@@ -163,7 +163,7 @@ class TailStore:
         """A request resumes from the tail: renew its value, and promote it to the device if that evicts nothing.
 
         Returns:
-            The best tier that had it.
+            The fastest tier that had it.
         """
         tail = self[tail_id]
         tail.hits += 1
@@ -220,7 +220,7 @@ class TailStore:
         self._copies.clear()
         return copies
 
-    # Let go
+    # Release
 
     def release(self, tail_id: int) -> None:
         """Forget the tail and free its slots: its node was deleted, or its request ended without publishing it."""

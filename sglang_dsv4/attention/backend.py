@@ -116,8 +116,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         chosen = chosen_implementation(self.device, pool.geometry.dtype, pool.geometry.row_dim)
         self._reader = reader_of(runner) if unpacking.helps(chosen.name) else None
         self.tails = TailLifecycle(pool, runner.req_to_token_pool.req_generation)
-        # SGLang asks with speculation only; without it its host copies of the lengths are always right. With it they
-        # depend on the accepted drafts, and a GPU's scheduler would wait for these before it prepares the next step.
+        # SGLang reads this only with speculation; without speculation its host copies of the lengths are always right.
+        # With it they depend on the accepted drafts, for which a GPU's scheduler would wait before it prepares the next
+        # step.
         self.needs_cpu_seq_lens = self.device.type == "cpu"
         self.forward_metadata: ForwardMetadata | None = None
         self._max_pages = pages_for(self.req_to_token.shape[1])
@@ -197,7 +198,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
     def _uniform_inputs(self, batch: ForwardBatch) -> UniformInputs:
-        """Inputs of `uniform_metadata`, from `seq_lens`, which counts other tokens in each mode."""
+        """Inputs of `uniform_metadata`, from `seq_lens`, which counts different tokens in each mode."""
         mode, seq_lens = batch.forward_mode, batch.seq_lens.long()
         if mode.is_target_verify():  # seq_lens: committed tokens
             k, first = batch.spec_info.draft_token_num, seq_lens
@@ -214,7 +215,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return UniformInputs(first, batch.req_pool_indices.long(), k)
 
     def _before_forward(self, batch: ForwardBatch) -> ChunkWrites | None:
-        """Call `TailLifecycle.before_forward`, unless the batch has no request slots on the host, so no requests."""
+        """Call `TailLifecycle.before_forward`, unless the batch has no requests (no request slots on the host)."""
         mode, slots = batch.forward_mode, getattr(batch, "req_pool_indices_cpu", None)
         if slots is None or mode.is_idle() or self.draft_step is not None:
             return None
@@ -238,7 +239,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
 
     def _num_pages(self, batch: ForwardBatch) -> int:
-        """Columns of an eager batch's page table: enough for its longest request; the most if lengths are unknown."""
+        """Columns of an eager batch's page table: enough for its longest request, or all if lengths are unknown."""
         lengths = None
         if self.device.type == "cpu":
             lengths = batch.seq_lens
@@ -347,7 +348,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             q: [T, index_heads, index_dim].
             head_weights: [T, index_heads] fp32.
             top_k: most entries of a token.
-            tokens: the forward's tokens whose rows q has.
+            tokens: the slice of the forward's tokens that are in q.
         """
         meta = self.metadata
         return index_topk(
@@ -403,7 +404,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
     def _unpacked(self, ratio: int, window: KVRows, entries: KVRows | None) -> tuple[KVRows, KVRows | None]:
         """Window rows and the requests' entries as bf16 rows, in a buffer that the forward's layers share.
 
-        Where the attention is the reference, unpacking is by its reference, too: a comparison then tests both kernels.
+        If the attention is the reference, the unpacking is its reference too: a comparison then tests both kernels.
         """
         impl = "ref" if self.attention_impl == "ref" else None
         plan, per_page = self.metadata.unpack, entries_per_page(ratio) if ratio else 0

@@ -30,7 +30,7 @@ NAME_VARIABLE = "SGLANG_DSV4_ATTENTION"
 def required_implementation(device: torch.device, head_dim: int) -> str | None:
     """Name of the implementation that must be used; None leaves the choice to the registry.
 
-    The environment's, or on a GPU the reference for a head_dim that no kernel has.
+    It is the implementation that the environment names, or on a GPU the reference for a head_dim that no kernel has.
     """
     named = env.text(NAME_VARIABLE)
     if named:

@@ -65,8 +65,8 @@ class UnpackPlan:
     """Positions [begin, end) of each request's tokens in this forward."""
 
     def keys(self, ratio: int, limit: int) -> int:
-        """Reads of entries of a ratio, summed over the tokens, each of which reads at most `limit`; of window rows
-        with ratio 1.
+        """Number of entries that all tokens read in a layer of this ratio, at most `limit` each; with ratio 1, of
+        window rows.
 
         The token at position t may read (t + 1) // ratio entries. Summed over the first n tokens of a sequence, the
         k-th entry is read n - k * ratio + 1 times.
@@ -109,7 +109,7 @@ class ForwardMetadata:
     compress: dict[int, Groups]  # by ratio: the compression groups that this forward may close
     visible: dict[int, Tensor]  # by ratio: [T] int32, entries a token may read: (t+1)//r, 0 for padding
     unpack: UnpackPlan | None  # of a chunk whose rows are stored as FP8
-    unpacked_ratios: frozenset[int] = frozenset()  # of the layers whose attention reads the rows that `unpack` unpacks
+    unpacked_ratios: frozenset[int] = frozenset()  # ratios of the layers whose attention reads unpacked rows
 
     @property
     def num_tokens(self) -> int:
@@ -120,8 +120,8 @@ class ForwardMetadata:
     def split_keys(self) -> int | None:
         """Most keys of a KV split; None: a token's keys are not split.
 
-        Decode steps have few tokens, whose KV splits are computed in parallel; chunks have enough tokens without. Only
-        the kind of forward decides, so that a token's bits do not depend on its batch. Under
+        Decode steps have few tokens, whose KV splits are computed in parallel; chunks have enough tokens without
+        splits. Only the kind of forward decides, so that a token's bits do not depend on its batch. Under
         --enable-deterministic-inference they must not depend on the kind of forward either, so a chunk's keys are split
         as well; up to 128K of context there is one split.
         """
@@ -171,8 +171,8 @@ def extend_metadata(
 ) -> ForwardMetadata:
     """Metadata of a batch in which request b appends `extend_lens[b]` tokens to the `prefix_lens[b]` it has.
 
-    The host knows everything but the page numbers, and computes it: on the device that would be some 240 launches,
-    which take the host longer than a short chunk takes the GPU. Lists with 128 columns a token are made on the device.
+    The host computes everything except the page numbers: on the device that would be some 240 launches, which take the
+    host longer than a short chunk takes the GPU. Lists with 128 columns a token are made on the device.
 
     Args:
         prefix_lens, extend_lens: [B] host integers.
@@ -325,7 +325,7 @@ def _group_arrays(
 
 
 def step_layout(geometry: PoolGeometry, *, blocks: bool = False) -> StepLayout:
-    """Dimensions that the kernel of a step's mapping is compiled for; `blocks`: those of a DSpark draft's blocks."""
+    """Dimensions for which the step mapping kernel is compiled; `blocks`: for the blocks of a DSpark draft."""
     return StepLayout(
         page_tokens=FULL_PAGE_TOKENS,
         window_tokens=geometry.window_tokens,
@@ -410,8 +410,8 @@ def block_metadata(
 ) -> ForwardMetadata:
     """Metadata of a DSpark draft's blocks: all rows of a block read the window before it, and the whole block.
 
-    The window is the same for all rows. A block's rows are stored in the ring after the window; the rows of accepted
-    tokens, or of the next block, overwrite them before they are read again.
+    The window is the same for all rows. A block's rows are stored at the ring rows after the window; the rows of
+    accepted tokens, or of the next block, overwrite them before they are read again.
 
     Args:
         first_positions: [B] int64, position of each block's first row.

@@ -6,9 +6,9 @@ SGLang's controller calls a storage backend through one of two interfaces, and a
     zero copy  `batch_get_v1` and `batch_set_v1` of slots in host memory that was registered before
                (`register_mem_pool_host`): mooncake, nixl and others, which raise or assert in the first interface
 
-`CheckedStorage` uses the interface that the backend implements; zero copy through a few registered slots
-(`StagedRecords`), into which a record and its checksum are copied. The checksum costs many times that copy, and the
-host memory of prefixes, possibly hundreds of gigabytes, need not be registered with the backend. Keys contain the
+`CheckedStorage` uses the interface that the backend implements. Zero copy goes through a few registered slots
+(`StagedRecords`), into which a record and its checksum are copied: so the host memory of prefixes, possibly hundreds of
+gigabytes, need not be registered with the backend. The checksum costs many times that copy. Keys contain the
 identity of the records, and checksums cover the key, so a record of other weights or of another key, a truncated or a
 damaged record is a miss.
 """
@@ -40,7 +40,8 @@ PROBE_KEY = "probe"
 class StagedRecords:
     """Slots in host memory that a storage backend reads and fills, with the interface of SGLang's host pools.
 
-    SGLang's index is a token, and a page of tokens is one object of the backend; here a page is one token, a slot.
+    SGLang indexes a host pool by token, and a backend stores a page of tokens as one object. Here a page is one token,
+    and a token is one slot.
 
     Attributes:
         kv_buffer: [slots, bytes] uint8; the memory that a backend registers.
@@ -90,7 +91,7 @@ class StagedRecords:
         return self.size_per_token
 
     def get_ksize_per_token(self) -> int:
-        """Bytes of a slot; there are no values in addition to the keys."""
+        """Bytes of a slot, which has no values in addition to the keys."""
         return self.size_per_token
 
     def is_stride_page_aligned(self, alignment: int) -> bool:
@@ -135,7 +136,7 @@ class CheckedStorage:
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str]) -> int:
-        """Number of keys, counted from the first, before one without a record; 0 if the backend fails."""
+        """Number of keys before the first key without a record; 0 if the backend fails."""
         try:
             return int(self._backend.batch_exists([self._full(key) for key in keys]))
         except Exception as error:
@@ -143,7 +144,7 @@ class CheckedStorage:
             return 0
 
     def get(self, key: str, target: Tensor) -> Tensor | None:
-        """Read a record into `target`, [bytes] uint8; returns it, or None for a miss, which leaves it undefined."""
+        """Read a record into `target`, [bytes] uint8, and return it; None for a miss, which leaves it undefined."""
         return self.batch_get([key], [target])[0]
 
     def batch_get(self, keys: Sequence[str], targets: Sequence[Tensor]) -> list[Tensor | None]:

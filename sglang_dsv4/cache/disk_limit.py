@@ -95,7 +95,7 @@ class DiskLimit:
         self._root, self._options = root, options
         self._files: dict[Path, _File] = {}
         self._total = 0
-        self._lock = threading.Lock()  # held for one file at a time only: a request may wait for a reader
+        self._lock = threading.Lock()  # not held for all deletions at once: readers need it too
         self._next_scan = 0.0
         self.deleted = 0  # number of files; only grows
 
@@ -196,8 +196,8 @@ class DiskLimit:
 
 
 def lock_to_read(descriptor: int) -> None:
-    """Lock an open file: until it is closed, no `DiskLimit` deletes it. On a file system without such locks it may be
-    deleted, and an open file can be read to its end."""
+    """Lock an open file: until it is closed, no `DiskLimit` deletes it. On a file system without locks the file may
+    be deleted meanwhile; it can still be read to its end."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
 

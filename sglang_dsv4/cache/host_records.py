@@ -1,10 +1,10 @@
 """Page records in host memory, and the copies between them and the pool.
 
 The stream that runs the forwards orders every copy as the scheduler decided: a page is read before a later forward
-overwrites it, and written before a later forward reads it. On a GPU that stream only gathers or scatters, from or into
-a staging buffer of a few records on the device; the transfers run in a second stream, one for both directions, so that
-they are ordered among themselves too. Host memory is registered with CUDA, and neighbouring host slots are transferred
-together, in runs of megabytes.
+overwrites it, and written before a later forward reads it. On a GPU that stream only gathers into a
+staging buffer of a few records on the device, or scatters from it; the transfers run in a second stream, one for both
+directions, so that they are ordered among themselves too. Host memory is registered with CUDA, and neighbouring host
+slots are transferred together, in runs of megabytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostRecords:
     """
 
     def __init__(self, records: PageRecords, slots: int) -> None:
-        """Allocate the records. Where the device is a CPU, untouched slots use no memory."""
+        """Allocate the records. If the device is a CPU, untouched slots use no memory."""
         self.records = records
         self.memory = torch.empty((slots, records.record_bytes), dtype=torch.uint8)
         self.saved, self.loaded = CopyTotals(), CopyTotals()

@@ -2,8 +2,8 @@
 
 Bytes only: `sglang_dsv4.prefix` decides which request owns which rows.
 
-A subclass of SGLang's pool only for its isinstance checks (`RingWindowKVPool`): no code but this project's knows of the
-window.
+The pool is a subclass of SGLang's (`RingWindowKVPool`) only to pass SGLang's isinstance checks: only this project's
+code reads its window.
 
 Rows are found by arithmetic alone, so nothing is allocated, freed or reset:
 
@@ -11,8 +11,8 @@ Rows are found by arithmetic alone, so nothing is allocated, freed or reset:
     window row of t      `dsv4_radix_cache.ring.ring_row`, of ring_rows rows    follows the request slot
     raw row of t         the same function, of state_rows rows                  follows the request slot
 
-A new request in an old request slot reads only rows that it has written itself: positions before its first one are
-holes. Rejected drafts need no roll back either (`draft_rollback`).
+A new request in a used request slot reads only rows that were written or restored for it: there are no rows of
+positions before the sequence's first token. Rejected drafts need no rollback either (`draft_rollback`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DraftOf:
     model: torch.nn.Module
     """Computes the draft's rows."""
     injected: bool
-    """SGLang's DSpark worker stores the rows that the target has computed, as ring rows of `swa_req_ring_size`."""
+    """Whether SGLang's DSpark worker stores rows of the target's computation, in rings of `swa_req_ring_size` rows."""
 
 
 class Dsv4KVPool(RingWindowKVPool):
@@ -62,9 +62,9 @@ class Dsv4KVPool(RingWindowKVPool):
         page_copies: copies between pages and host memory; None without `--enable-hierarchical-cache`.
         ledger: which request writes and restores which tail. The pool only carries it, from the code that builds the
             pool to the hooks that find it there. None without prefix reuse.
-        draft: a target's draft worker's pool, whose window rows are in the tails too.
+        draft: the pool of this target's draft worker, whose window rows are in the tails too.
         model: a draft's model, which computes its rows.
-        tail_rows: a draft's rows in the target's tails, of the tokens of the prefill in progress.
+        tail_rows: in a draft's pool, the rows of the target's tails that the tokens of the prefill in progress write.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Dsv4KVPool(RingWindowKVPool):
             device: of the tensors.
             tails: tail slots and host pages; None for no prefix reuse.
             ledger: carried along, see above.
-            draft_of: of a draft worker's pool; None for a target's.
+            draft_of: the target of a draft worker's pool; None for a target's pool.
             enable_memory_saver: SGLang's.
         """
         layers = geometry.layers()
@@ -117,7 +117,7 @@ class Dsv4KVPool(RingWindowKVPool):
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
         # [layers, ...] of all request slots: the tensors that a tail copies at once
         self.rings: dict[str, torch.Tensor] = {}
-        # [layers, ...] of all that follows FULL pages: the tensors that a page record copies at once
+        # [layers, ...] of all rows that follow FULL pages: the tensors that a page record copies at once
         self.tables: dict[str, torch.Tensor] = {}
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
@@ -145,7 +145,7 @@ class Dsv4KVPool(RingWindowKVPool):
         draft_of.target.attach_draft(self)
 
     def attach_draft(self, draft: Dsv4KVPool) -> None:
-        """From now on the tails hold the window rows of this draft too."""
+        """Let the tails hold the window rows of this draft too."""
         self.draft = draft
         if self.tail_memory is not None:
             self.tail_memory.attach_draft(draft.rings["window rings"])
@@ -214,7 +214,7 @@ class Dsv4KVPool(RingWindowKVPool):
             for name, tensor in self.tail_memory.tensors():
                 yield name, self.geometry.first_layer, tensor  # all layers in one
 
-    # -- what the scheduler asks -------------------------------------------------------------------------------------
+    # -- methods that the scheduler calls ----------------------------------------------------------------------------
 
     def get_kv_size_bytes(self) -> int:
         """Bytes of all tensors of this worker."""

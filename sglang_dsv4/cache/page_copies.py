@@ -128,17 +128,17 @@ class PageCopies:
         self._era += 1
 
     def when_issued(self, function: Callable[[], None]) -> None:
-        """Call `function` once, when everything that is queued by then has been issued; never, if it is cleared."""
+        """Call `function` once, when everything that is queued so far is issued; never, if the queue is cleared."""
         self._when_issued.append(function)
 
     # Issuing
 
     def between_forwards(self) -> AbstractContextManager[None]:
-        """The stream of the forwards, to issue copies although no forward is due: none may come for long."""
+        """Context of the forwards' stream, to issue copies between forwards: the next one may come much later."""
         if self._stream is None:
             return nullcontext()
         if not self.idle:
-            self._stream.wait_stream(torch.cuda.current_stream())  # page numbers were computed there
+            self._stream.wait_stream(torch.cuda.current_stream())  # the current stream computed the page numbers
         return torch.cuda.stream(self._stream)
 
     def issue(self) -> None:

@@ -42,7 +42,7 @@ class PageRecords:
 
     Attributes:
         record_bytes: bytes of a record.
-        layout: a description of the parts; two pools can exchange records exactly if it is equal.
+        layout: a description of the parts; two pools can exchange records if and only if theirs are equal.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, WINDOW_TOKENS, LayerKind
 
 # SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
-# what whole pages leave after its prompt and that page (max_new_tokens_for_memory): no request uses the last two pages.
+# as many tokens as whole pages hold after its prompt and that page (max_new_tokens_for_memory): no request uses the
+# last two pages.
 ADMISSION_TOKENS = 2 * FULL_PAGE_TOKENS
 MIN_FULL_TOKENS = ADMISSION_TOKENS + FULL_PAGE_TOKENS
 
@@ -82,7 +83,7 @@ class PoolPlan:
     """The pools of a geometry for a number of FULL tokens and request slots.
 
     Attributes:
-        full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the null page, comes on top.
+        full_tokens: tokens that SGLang may hand out, a multiple of 256. FULL page 0, the null page, is additional.
         request_slots: running requests + 1; slot 0 is the null slot.
         tail_slots: tail slots on the device, without the transit slot (`tail_memory`).
         pools: every kind of tensor that is allocated.

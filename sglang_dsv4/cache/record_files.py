@@ -3,7 +3,7 @@
 SGLang's own backend of that name writes files in place and checks nothing: it reads the incomplete file that a crash
 leaves as if it were complete, and neither names nor files tell which weights they belong to. The layout here:
 
-    FOLDER/IDENTITY/identity.json            everything that the bytes depend on (`prefix.identity`), for people
+    FOLDER/IDENTITY/identity.json            everything that the bytes depend on (`prefix.identity`), as text
     FOLDER/IDENTITY/ab/abcdef….page, .tail   a header of 96 bytes, then the record
 
 A file gets its name when it is complete and on the disk, so a file with a name is complete, whichever process was

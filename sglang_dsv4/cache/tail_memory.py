@@ -7,7 +7,7 @@ A tail slot holds, for one position p of one sequence (DeepSeek-V4 specification
     the draft     with speculation, the 128 window rows of each of its layers
 
 HCA layers need no rows at a page boundary. Everything is copied byte for byte, except rows that a prefill chunk writes
-while it computes them; these are quantised exactly as the ring's rows are. All work is issued in the stream that runs
+while it computes them; these are quantised as the ring's rows are. All work is issued in the stream that runs
 the forwards, in the order of the scheduler's decisions, so no copy needs a fence of its own.
 """
 
@@ -81,7 +81,7 @@ class TierSlots:
     """The tail slots of one tier as four tensors [layers, slots, ...].
 
     On the device the slots of a layer are contiguous, as kernels write them; on the host the layers of a slot are, so a
-    copy between the tiers is four transfers from or to pinned memory that never wait.
+    copy between the tiers is four transfers from or to pinned memory, none of which makes the host wait.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class TierSlots:
 class TailMemory:
     """Device and host slots of the tails of one pool, and all copies of their bytes.
 
-    The device has one slot more than the bookkeeping knows of, the transit slot: a tail that is restored from the host
+    The device has one slot that the bookkeeping does not know, the transit slot: a tail that is restored from the host
     without being promoted passes through it.
     """
 

@@ -1,12 +1,12 @@
-"""Numbers of tail slots, from the environment; and, from SGLang's flags, of pages in host memory.
+"""Numbers of tail slots, from environment variables, and of pages in host memory, from SGLang's flags.
 
     SGLANG_DSV4_TAIL_INTERVAL      tokens between the tails of a prefill, a multiple of 256 (2048)
     SGLANG_DSV4_TAIL_SLOTS         tails on the device (one per running request and one per 4,096 tokens)
     SGLANG_DSV4_TAIL_HOST_SLOTS    tails in host memory (4 times the device's, in at most 1/32 of host memory)
 
-Environment variables, because SGLang's command line cannot be extended from outside. All ranks of a tensor-parallel
-group must compute the same numbers, or their trees would diverge: device slots do not depend on free memory, and for
-host memory the ranks agree on the least number that one of them has room for.
+They are environment variables because SGLang's command line cannot be extended from outside. All ranks of a
+tensor-parallel group must compute the same numbers, or their trees would diverge: device slots do not depend on free
+memory, and for host memory the ranks agree on the least of their numbers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TailOptions:
 class HostOptions:
     """Host memory that pages of prefixes may use: SGLang's flags, in its units."""
 
-    ratio: float  # --hicache-ratio: tokens in host memory for each of the pool
+    ratio: float  # --hicache-ratio: tokens in host memory for each token of the pool
     gigabytes: float = 0  # --hicache-size, overrides the ratio; 10**9 bytes, tails included
     fitting: bool = False  # neither flag was given: limited by the machine's free memory
 
@@ -108,7 +108,7 @@ class HostOptions:
 
 
 def least_of_ranks(count: int, group: ProcessGroup | None) -> int:
-    """The least `count` of all ranks of the group, which all must call it; `count` itself without a group.
+    """The least `count` of all ranks of the group, all of which must call this; `count` itself without a group.
 
     Args:
         count: slots that this rank's host has memory for.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def keep_config(original: Callable[..., ModelConfig], model_config: ModelConfig, *args: Any) -> ModelConfig:
-    """The config, unchanged for DeepSeek-V4: SGLang would pad heads and sizes, and one KV head would become tp_size."""
+    """The config, unchanged for DeepSeek-V4: SGLang would pad heads and sizes, and make tp_size KV heads of one."""
     if compat.is_ours(model_config.hf_config.architectures):
         return model_config
     return original(model_config, *args)

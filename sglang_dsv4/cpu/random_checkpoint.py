@@ -387,7 +387,7 @@ def stored(name: str, value: Tensor, stored_as: StoredAs | Nvfp4) -> dict[str, T
 
 
 def write_checkpoint(directory: Path | str, shape: Shape, seed: int = 0, quantised: bool = True) -> int:
-    """The number of bytes of the weights; writes config, tokenizer, safetensors shards and their index.
+    """Write config, tokenizer, safetensors shards and their index; returns the number of bytes of the weights.
 
     Args:
         directory: created if it is missing; files of the same names are replaced.

@@ -13,8 +13,8 @@ wheel does not contain that file; this command writes it:
     python -m sglang_dsv4.cpu.shims install        # also: remove, status
 
 ``make serve`` and ``make test`` run the command in their own virtual environment. A GPU host does not need the file; if
-it exists there, both hooks find that the real packages work and do nothing. Under ``SGLANG_DSV4=off`` the hook only
-explains why SGLang can't be imported here. SGLang's third import that fails, ``sgl_kernel``, is avoided by
+it exists there, the hook finds that the real packages work, and does nothing. Under ``SGLANG_DSV4=off`` the hook only
+explains why SGLang can't be imported here. A third import that would fail, ``sgl_kernel``, is avoided by
 :mod:`sglang_dsv4.cpu.platform`, which SGLang finds by an entry point. Without that entry point SGLang reports a missing
 accelerator, so the hook reports a missing entry point first.
 

@@ -1,6 +1,6 @@
 """Speculation on a machine with no GPU: PyTorch versions of SGLang's Triton kernels for drafts.
 
-They serve chains of drafts only, as EAGLE with topk 1 and DSPARK have them. Rows of `seam.hooks` replace SGLang's
+They serve chains of drafts only: EAGLE with topk 1, and DSPARK. Rows of `seam.hooks` replace SGLang's
 functions by these on a CPU; SGLang's workers, scheduler and allocator are unchanged.
 
 EAGLE's verification draws the target's token of every row as a decode step would, and accepts the drafts that equal
@@ -171,7 +171,7 @@ def chain_of(predicted: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _apply_penalties(logits: Tensor, info: SamplingBatchInfo, k: int) -> None:
-    """Apply penalties to `logits [B * k, V]`. As in SGLang, all rows of a block have those of the tokens before it."""
+    """Apply penalties to `logits [B * k, V]`: as in SGLang, those of the tokens before a block to all of its rows."""
     from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
     if info.acc_additive_penalties is not None:
@@ -242,7 +242,7 @@ def view_as_on_a_gpu(view: Callable[[ServerArgs], Any], module: ModuleType) -> C
 
 
 def keep_for_stream(original: Callable[..., None], tensor: Tensor, stream: object) -> None:
-    """`Tensor.record_stream`, which refuses CPU tensors; these need none, as no kernel outlives a call on a CPU."""
+    """Call `Tensor.record_stream`, except for CPU tensors: it refuses them, and no kernel outlives a call on a CPU."""
     if tensor.device.type != "cpu":
         original(tensor, stream)
 
@@ -266,7 +266,7 @@ def accept_block(
     max(0, p - q), normalised; after a block without a refused draft, from p.
 
     Args:
-        predicts: [B * k] int32, written: the accepted tokens and the one after them, each at the row before it.
+        predicts: [B * k] int32, written: the accepted tokens and the next one, each at the row of the token before it.
         accept_index: [B, k] int32, written: the rows of these tokens.
         accept_token_num: [B] int32, written: the number of accepted drafts.
         candidates: [B, k], the last verified token and the drafts.

@@ -83,12 +83,12 @@ class HostTier:
     # The tree
 
     def inserted(self, digests: Sequence[bytes], numbers: torch.Tensor, hit_pages: int = 0) -> list[int]:
-        """The tree now holds the pages of a prefix.
+        """Note that the tree holds the pages of a prefix, and save the pages that the policy chooses.
 
         Args:
             digests: of the pages.
             numbers: [len(digests)] int64 on the pool's device, the pages of the pool that hold them; where the tree
-                held a page already, it keeps the older one.
+                held a page already, it keeps the older page.
             hit_pages: pages that the inserting request reused from the cache.
 
         Returns:
@@ -114,7 +114,7 @@ class HostTier:
         return found[::-1]
 
     def leaving_tree(self, digests: Sequence[bytes]) -> None:
-        """The tree is about to give up these pages."""
+        """Forget pages that the tree is about to give up; under write-back, save them first."""
         if self.policy is WritePolicy.WRITE_BACK:
             for digest in reversed(digests):  # a node's last page first: the other pages are on its path
                 self._save(self._unsaved_path(digest))
@@ -169,7 +169,7 @@ class HostTier:
             self.pages.unpin(digests)
 
     def load(self, digests: Sequence[bytes], lacking: Iterable[bytes]) -> int:
-        """A request hits these pages, which host memory and the tree hold: queue the copies to the device.
+        """Queue the copies to the device of pages that a request hits, and that host memory and the tree hold.
 
         Host memory keeps the pages until the copies are issued.
 
@@ -178,7 +178,7 @@ class HostTier:
             lacking: the pages among them that the device lacked.
 
         Returns:
-            How many of `digests` came from the storage backend, and are hit for the first time.
+            Number of `digests` that came from the storage backend and are hit for the first time.
         """
         for digest in lacking:
             self.copies.load(self.pages.slot(digest), self._in_tree[digest].page)
@@ -218,7 +218,7 @@ class HostTier:
             self.pages.give_back(slot)
 
     def fetched(self, digest: bytes, before: bytes | None, slot: int) -> None:
-        """The storage backend has filled a reserved slot with this page."""
+        """Publish a page that was read into `slot`; free the slot if the page is stored already or `before` is not."""
         if digest in self.pages or (before is not None and before not in self.pages):
             self.pages.give_back(slot)
             return

@@ -35,8 +35,8 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TierSlots, ran
     Args:
         runner: the worker's.
         records, tails: give the formats of page records and tails.
-        ranks: `weights_fingerprint` of each tensor-parallel rank, in rank order. Another number of ranks adds in
-            another order, so it computes other bits.
+        ranks: `weights_fingerprint` of each tensor-parallel rank, in rank order. Another number of ranks adds
+            partial sums in another order, so it computes other bits.
     """
     config, arguments = runner.model.dsv4_config, runner.server_args
     device, geometry = torch.device(runner.device), runner.token_to_kv_pool.geometry
@@ -64,7 +64,7 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TierSlots, ran
 @cache
 def code_fingerprint() -> str:
     """A digest of this package's sources as they are at the first call: a checkout may compute other bits under the
-    same version, and later changes of its files are not what runs."""
+    same version, and later changes of its files are not in the running code."""
     digest = blake2b(digest_size=8)
     for package in (sglang_dsv4, dsv4_kernels):
         for root in map(Path, package.__path__):
@@ -78,8 +78,9 @@ def weights_fingerprint(*models: nn.Module) -> str:
     """A digest of every parameter and buffer of the models as loaded (a target and its draft): name, dtype, shape and
     contents.
 
-    Contents by sums of products with fixed odd numbers, modulo 2**64, which any change of one value changes; every byte
-    is read once, on its device. It distinguishes different weights; it does not withstand a deliberate collision.
+    Contents enter as sums of their 8-byte words times fixed odd numbers, modulo 2**64, so a change of any single word
+    changes the digest; every byte is read once, on its device. It distinguishes different weights; it does not
+    withstand a deliberate collision.
     """
     digest, factors = blake2b(digest_size=16), {}
     tensors = (sorted((*model.named_parameters(), *model.named_buffers()), key=itemgetter(0)) for model in models)

@@ -16,10 +16,10 @@ With `--enable-hierarchical-cache`:
     sglang_dsv4:host_pages{state}                       pages in host memory: free, cached
     sglang_dsv4:prefix_tier_pages_total{tier,way}       pages, and tails of the storage backend: read, written
     sglang_dsv4:prefix_tier_bytes_total{tier,way}       their bytes
-    sglang_dsv4:prefix_tier_seconds_total{tier,way}     the time that they took: of transfers for host memory, of
+    sglang_dsv4:prefix_tier_seconds_total{tier,way}     their time: of the transfers for host memory, of the
                                                         threads for the storage backend
     sglang_dsv4:prefix_tier_faults_total{reason}        records that were missing, damaged, foreign or not written;
-                                                        requests that stopped waiting, prefixes that were read in vain
+                                                        requests that stopped waiting, prefixes without room
 
 A tail on the host causes no recomputation: it is a hit, with tail="host".
 """

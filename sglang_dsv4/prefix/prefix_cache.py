@@ -6,8 +6,8 @@ how long; `restore_and_save` restores and saves them around a forward, and `sgla
 bytes.
 
 With `--enable-hierarchical-cache` pages outlive the tree in host memory (`host_tier`) and in a storage backend
-(`storage_tier`). This class answers what SGLang's scheduler asks of its own hierarchical cache; SGLang's controller and
-host pools are not used.
+(`storage_tier`). This class has the methods that SGLang's scheduler calls on its own hierarchical cache; SGLang's
+controller and host pools are not used.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ logger = logging.getLogger(__name__)
 class Dsv4PrefixCache(RankedRadixCache):
     """SGLang's radix tree over FULL pages; a match ends where a tail is.
 
-    The owner of a worker's prefix reuse: it makes the tail nodes, the host tier and the storage tier, and connects
-    them. None of these holds a reference to the cache that is set later.
+    It owns a worker's prefix reuse: it makes the tail nodes, the host tier and the storage tier, and connects them by
+    arguments of their constructors.
 
     Attributes:
         ledger: the worker's ledger; None without prefix reuse.
@@ -135,7 +135,7 @@ class Dsv4PrefixCache(RankedRadixCache):
         return self.components[TAIL]
 
     def _host_copy_freed(self, digest: bytes, slot: int) -> None:
-        """Host memory has lost a page: its slot may be filled again, and no tail can end there any longer."""
+        """Wait until the slot of a page that host memory lost can be filled again; drop its detached tail."""
         if self.storage is not None:
             self.storage.wait_for_slot(slot)
         self.nodes.drop_detached(digest)
@@ -181,7 +181,7 @@ class Dsv4PrefixCache(RankedRadixCache):
         return result
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int]:
-        """Bring the pages of a request's host hit back: into the tree now, filled before the next forward.
+        """Insert the pages of a request's host hit into the tree; queued copies fill them before the next forward.
 
         Returns:
             Tokens brought back, all of `params.host_hit_length` or 0; and the node at which the prefix ends now.
@@ -203,7 +203,7 @@ class Dsv4PrefixCache(RankedRadixCache):
                 return None
             value = torch.cat([self.path_device_indices(req.last_node)[:begin], slots])
             node = super().insert(InsertParams(key=key, value=value, prev_prefix_len=begin)).last_device_node
-            # Pages beyond `begin` that the tree had already it keeps, and frees the new slots.
+            # The tree keeps the pages that it already had beyond `begin`, and frees the new slots for them.
             new = self.host.inserted(digests, page_numbers(value))
             from_storage = self.host.load(digests[first:], [digests[i] for i in new])
         self.nodes.came_back(node, digests, first, req, from_storage)
@@ -215,18 +215,18 @@ class Dsv4PrefixCache(RankedRadixCache):
         return int(self.tree_core.is_eagle)
 
     def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey:
-        """A key as SGLang makes them for this tree."""
+        """The key of these tokens, as SGLang makes it for this tree."""
         return RadixKey(tokens, extra_key, is_bigram=self.tree_core.is_eagle, cache_salt=cache_salt)
 
     def _slots_for(self, tokens: int) -> torch.Tensor | None:
-        """FULL slots of whole pages, for which the tree evicts unused pages; None if that is not enough."""
+        """FULL slots of whole pages for `tokens` tokens; evicts unused pages if needed. None if too few are free."""
         allocator = self.token_to_kv_pool_allocator
         missing = tokens - allocator.available_size()
         if missing > 0:
             self.evict_for_alloc(EvictParams(num_tokens=missing))
         return allocator.alloc(tokens) if allocator.available_size() >= tokens else None
 
-    # -- what the scheduler asks of a hierarchical cache --------------------------------------------------------------
+    # -- methods that the scheduler calls on a hierarchical cache -----------------------------------------------------
 
     def inc_host_lock_ref(self, node_id: int) -> IncLockRefResult:
         """Nothing to lock: host memory is not tied to nodes, and `init_load_back` pins the pages that it uses."""
@@ -241,7 +241,7 @@ class Dsv4PrefixCache(RankedRadixCache):
         return -1
 
     def check_hicache_events(self) -> None:
-        """Issue queued copies between forwards; called in every round of the scheduler."""
+        """Issue queued copies between forwards, and poll the storage tier; called in every round of the scheduler."""
         if self.host is None:
             return
         with self.host.copies.between_forwards():
@@ -276,7 +276,7 @@ class Dsv4PrefixCache(RankedRadixCache):
         cache_salt: str | None = None,
         **kwargs: object,
     ) -> None:
-        """A request arrived: look up whether the storage backend has more of its prefix."""
+        """Look up whether the storage backend has more of a new request's prefix."""
         if self.storage is not None:
             key = self._key(matched_prefix_tokens + new_input_tokens, extra_key, cache_salt)
             self.storage.prefetch(request, self.nodes.digests(key, None), whole_pages(len(matched_prefix_tokens)))
@@ -286,7 +286,7 @@ class Dsv4PrefixCache(RankedRadixCache):
         return self.storage is None or not self.storage.is_waiting(request)
 
     def release_aborted_request(self, request: CacheRequestHandle) -> None:
-        """The request is gone; what is being read for it stays in host memory."""
+        """Forget an aborted request; pages that are being read for it stay in host memory."""
         super().release_aborted_request(request)
         if self.storage is not None:
             self.storage.forget(request)
@@ -299,13 +299,13 @@ class Dsv4PrefixCache(RankedRadixCache):
         return True
 
     def release_host_resources(self) -> None:
-        """The server ends: finish the writes that are queued."""
+        """Finish the queued writes: the server ends."""
         super().release_host_resources()
         if self.storage is not None:
             self.storage.shutdown()
 
     def flush_pending_backups(self) -> None:
-        """Nothing: saves are queued as soon as they are due."""
+        """Do nothing: saves are queued as soon as they are due."""
 
 
 class HostUse(NamedTuple):
@@ -353,7 +353,7 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
     """Factory for SGLang's radix cache registry, name "dsv4".
 
     Raises:
-        ValueError: host memory for whole prefixes was asked for, but no tails at their ends.
+        ValueError: `--enable-hierarchical-cache` was given, but there are no tail slots.
     """
     pool: Dsv4KVPool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     ledger, memory = pool.ledger, pool.tail_memory

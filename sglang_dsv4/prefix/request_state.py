@@ -32,7 +32,7 @@ def set_match(req: Req, match: Match) -> None:
 def chain_of(req: Req | None, namespace: tuple[Any, ...], overlap_tokens: int) -> PageChain:
     """The request's page digests, kept with it because a waiting request is matched again in every scheduler round.
 
-    A new chain if the request has none for this namespace; a chain for this call only without a request.
+    A new chain if the request has none for this namespace; without a request, a chain for this call only.
     """
     chain: PageChain | None = getattr(req, "tail_chain", None)
     if chain is None or (chain.namespace, chain.overlap_tokens) != (namespace, overlap_tokens):
@@ -51,7 +51,7 @@ def tail_receipt(req: Req) -> int | None:
 def show_report(req: Req) -> None:
     """Put the account of the request's prompt into its response's meta_info, if there is one.
 
-    SGLang copies these lists. A retracted request keeps its first account.
+    SGLang copies the lists of `customized_info` into meta_info. A retracted request keeps its first account.
     """
     match = match_of(req)
     if match is not None and match.report is not None:

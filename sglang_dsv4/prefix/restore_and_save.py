@@ -39,7 +39,7 @@ class HostBatch:
 
     slots: list[int]
     begins: list[int] | Tensor
-    """A tensor on the device, [at least len(slots)] integers, for a verify step that is prepared while the step before
+    """A tensor on the device, of at least len(slots) integers, for a verify step that is prepared while the step before
     it runs."""
     counts: list[int]
     is_prefill: bool  # chunks of prompts, perhaps together with decoding requests; else a decode or verify step
@@ -78,7 +78,7 @@ class LaggingBegins:
 
 
 class TailLifecycle:
-    """Rings and tails of one pool's request slots, from forward to forward."""
+    """Restores and saves the tails of one pool's requests, forward by forward."""
 
     def __init__(self, pool: Dsv4KVPool, req_generation: Tensor) -> None:
         """Use the pool's ledger and tail memory, if it has them.

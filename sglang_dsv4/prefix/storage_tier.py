@@ -1,8 +1,8 @@
 """The storage tier (`--hicache-storage-backend`): records of prefixes that outlive the server.
 
 Pages are written when their copy to host memory is done, tails likewise; a thread writes both under the digest of their
-prefix. When a request arrives whose prefix the storage backend may know better than device and host memory do, threads
-look up how far it is stored and read it into host memory, and the request waits for that as long as
+prefix. When a request arrives and the storage backend may have more of its prefix than device and host memory, threads
+look up how much of it is stored and read that into host memory; the request waits as long as
 `--hicache-storage-prefetch-policy` allows. The delivered pages are then a host hit like any other (`host_tier`).
 
 A prefix is usable up to its deepest tail before the first page that is missing or damaged; failures are counted, and
@@ -44,7 +44,7 @@ NEVER = float("inf")
 class PrefetchOptions:
     """When a request waits for the storage backend, and how long: SGLang's flags."""
 
-    policy: str = "timeout"  # best_effort, wait_complete
+    policy: str = "timeout"  # or best_effort, wait_complete
     threshold_tokens: int = 256  # no prefetch for fewer tokens
     timeout_s: float = 1.0
     timeout_s_per_ki_token: float = 0.25
@@ -78,7 +78,7 @@ class _Fetch:
 
     @property
     def before(self) -> list[bytes]:
-        """The page that the fetched pages follow; empty at a prefix's beginning."""
+        """Digest of the page that the fetched pages follow, as a list; empty at a prefix's beginning."""
         return self.digests[self.begin - 1 : self.begin] if self.begin else []
 
     def shorten(self, begin: int) -> None:
@@ -86,11 +86,11 @@ class _Fetch:
         self.begin = begin
 
     def read_into(self, slots: list[int], work: Future[_Found]) -> None:
-        """The look-up is over, and `work` reads the pages into `slots`."""
+        """Note that the look-up is over, and that `work` reads the pages into `slots`."""
         self.slots, self.work, self.reading = slots, work, True
 
     def stop_waiting(self) -> None:
-        """The request does not wait any longer; the fetch goes on."""
+        """Note that no request waits for the fetch any longer; it goes on."""
         self.handle = None
 
 
@@ -108,7 +108,7 @@ class StorageTotals:
     write_seconds: float = 0.0  # of the writing thread
     errors: int = 0  # raised by the backend; `RecordFiles` counts its own
     late: int = 0  # requests that stopped waiting
-    dropped: int = 0  # prefixes that were read, but found no room or no agreement among ranks
+    dropped: int = 0  # prefixes without free slots in a tier, or whose first pages host memory lost meanwhile
 
 
 class StorageTier:
@@ -164,7 +164,7 @@ class StorageTier:
     # Writing
 
     def tail_published(self, digest: bytes, tail_id: int) -> None:
-        """The tree has a new tail: write it when its copy to the host is done."""
+        """Queue a new tail of the tree, to be written when its copy to the host is done."""
         if self._writes and not self._is_suspended:
             self._new_tails.setdefault(tail_id, (digest, None))
 
@@ -179,7 +179,7 @@ class StorageTier:
         self._busy = {slot: work for slot, work in self._busy.items() if not work.done()}
         if pages and self._writes and not self._is_suspended:
             renew = self._renewal([digest for digest, _ in pages])
-            renew()  # before too, or the first pages of a prefix might be deleted for its last ones
+            renew()  # before the writes too, or the first pages of a prefix might be deleted for its last ones
             for digest, slot in pages:
                 self._busy[slot] = self._submit(page_key(digest), self._host.copies.records.memory[slot])
                 tail_id = self._nodes.tail_of(digest)
@@ -244,7 +244,7 @@ class StorageTier:
     # Reading
 
     def prefetch(self, handle: Hashable, digests: Sequence[bytes], floor: int) -> None:
-        """A request arrived, and device and host memory have its prefix up to page `floor`: look up more of it."""
+        """Look up more of a new request's prefix, which device and host memory have up to page `floor`."""
         begin = self._host.first_missing(digests, 0)
         tokens = (len(digests) - floor) * PAGE_TOKENS
         if self._is_suspended or tokens < self._options.threshold_tokens:
@@ -261,7 +261,7 @@ class StorageTier:
         return any(fetch.handle == handle for fetch in self._fetches)
 
     def forget(self, handle: Hashable) -> None:
-        """The request is gone; what is being read for it stays in host memory."""
+        """Note that a request is gone; pages that are being read for it stay in host memory."""
         for fetch in self._fetches:
             if fetch.handle == handle:
                 fetch.stop_waiting()
@@ -382,7 +382,7 @@ class StorageTier:
         return pages
 
     def _result(self, fetch: _Fetch) -> _Found:
-        """A thread's result; nothing found, if the backend raised an error."""
+        """A thread's result; `_Found(0)` if the backend raised an error."""
         error = fetch.work.exception()
         if error is None:
             return fetch.work.result()
@@ -403,7 +403,7 @@ class StorageTier:
         return is_written and not self._fetches and not self._new_tails
 
     def reset(self) -> None:
-        """Stop writes and fetches: host memory is emptied. Records that were written stay."""
+        """Stop writes and fetches, since host memory is emptied, and open the backend anew. Written records stay."""
         for work in self._busy.values():
             work.cancel()
         running = [work for work in (*self._busy.values(), *(f.work for f in self._fetches)) if not work.cancelled()]

@@ -1,10 +1,10 @@
 """The tails on the nodes of SGLang's radix tree, as a component of that tree.
 
-SGLang's tree keeps the compressed blocks (its FULL component: pages of 256 tokens, whose compressed entries follow
-them). This component attaches tail ids to node ends: a match may end only at a node with a tail, an insert splits nodes
-at the positions of the request's tails, a split leaves the id at the end it belongs to, and a node that is evicted
-gives up its tail. Ids are valid whichever tier holds the bytes, so the tree knows one tier; slots, copies and eviction
-of tails are decided by `dsv4_radix_cache.tail_store`.
+SGLang's tree keeps the compressed blocks (its FULL component: pages of 256 tokens, which determine the rows of their
+compressed entries). This component attaches tail ids to node ends: a match may end only at a node with a tail, an
+insert splits nodes at the positions of the request's tails, a split leaves the id at the end it belongs to, and a node
+that is evicted gives up its tail. Ids are valid whichever tier holds the bytes, so the tree knows one tier; slots,
+copies and eviction of tails are decided by `dsv4_radix_cache.tail_store`.
 
 With a host tier a tail outlives its node if host memory keeps the node's pages: it is *detached*, found by its digest
 alone, until the pages come back to the tree, or leave host memory too.
@@ -94,16 +94,16 @@ class TailNodes(PassiveTreeComponent):
         return {tail_id: node_id for tail_id, node_id in self._node_of.items() if node_id is not None}
 
     def drop_evicted(self) -> None:
-        """Remove tails from their nodes that the store has evicted since the last call: before every use of the tree.
+        """Remove the tails that the store has evicted since the last call from their nodes; call before using the tree.
 
-        They are evicted while a forward is prepared; the nodes keep their blocks and can no longer end a match.
+        Tails are evicted while a forward is prepared; the nodes keep their blocks and can no longer end a match.
         """
         self._remove(self._ledger.pop_evicted())
 
     # Match
 
     def create_match_validator(self, match_device_only: bool = False) -> Callable[[UnifiedTreeNode], bool]:
-        """Whether a match may end at a node: it has a tail, in whichever tier."""
+        """A function that says whether a match may end at a node: whether the node has a tail, in any tier."""
         return lambda node: node.component_data[TAIL].value is not None
 
     def deepest(self, key: RadixKey, req: Req | None) -> tuple[int, int | None]:
@@ -124,7 +124,10 @@ class TailNodes(PassiveTreeComponent):
         return chain.digests(key.token_ids, whole_pages(len(key)) if pages is None else pages)
 
     def finalize_match_result_in_cache(self, params: MatchPrefixParams, result: MatchResult) -> MatchResult:
-        """Note where the request's prefix ends, and how far its blocks extend; a later match replaces this one."""
+        """The result with its host hit; notes where the request's prefix ends and how far its blocks extend.
+
+        A later match of the request replaces this one.
+        """
         req, key = params.req, params.key
         if self._host is not None:
             host_tokens = self.host_hit_tokens(key, req, result.device_prefix_len)
@@ -151,7 +154,7 @@ class TailNodes(PassiveTreeComponent):
         return 0
 
     def refresh_lru(self, phase: LRURefreshPhase, node: UnifiedTreeNode, root_node: UnifiedTreeNode) -> None:
-        """Nothing: the tail store renews a tail when a request resumes from it, not when a probe passes its node."""
+        """Do nothing: the tail store renews a tail when a request resumes from it, not when a probe passes its node."""
 
     # Insert
 
@@ -217,7 +220,7 @@ class TailNodes(PassiveTreeComponent):
         return slot, int(self.cache.req_to_token_pool.req_generation[slot])
 
     def _attach(self, node: UnifiedTreeNode, tail_id: int, digest: bytes) -> None:
-        if node.id in self._id_at:  # an equal request was faster
+        if node.id in self._id_at:  # another request with this prefix has attached its tail already
             self._ledger.store.release(tail_id)
             return
         self.drop_detached(digest)
@@ -271,14 +274,14 @@ class TailNodes(PassiveTreeComponent):
         self._remove(self._ledger.store.publish(tail_id, before))
 
     def came_back(self, node_id: int, digests: Sequence[bytes], begin: int, req: Req, from_storage: int) -> None:
-        """The tree has a request's prefix again: attach the detached tails, and extend the request's match.
+        """Attach the detached tails of a prefix that is in the tree again, and extend the request's match.
 
         Args:
             node_id: the node that ends with the prefix; its end has a detached tail.
             digests: of the prefix's pages.
             begin: number of its pages that the tree had all along; the others were host hits.
             req: the request.
-            from_storage: number of the other pages that came from the storage backend.
+            from_storage: number of these host hits that came from the storage backend.
         """
         self.note_ends(node_id, digests)
         node, end = self.tree_core.node_by_id(node_id), len(digests)
@@ -314,7 +317,7 @@ class TailNodes(PassiveTreeComponent):
             self._end_of[new_parent.id] = self._host.last_pages(end, whole_pages(len(child.key)) + 1)[0]
 
     def note_ends(self, node_id: int, digests: Sequence[bytes]) -> None:
-        """Note the prefixes that the new nodes on a path end, given its last node and the digests of its pages."""
+        """Note which prefix each new node of a path ends, given the path's last node and the digests of its pages."""
         node, end = self.tree_core.node_by_id(node_id), len(digests)
         while end and node.id not in self._end_of:
             self._end_of[node.id] = digests[end - 1]
@@ -341,7 +344,7 @@ class TailNodes(PassiveTreeComponent):
     # Evict
 
     def before_eviction(self, node: UnifiedTreeNode) -> None:
-        """The tree is about to give up a node's pages: tell the host tier."""
+        """Tell the host tier that the tree is about to give up a node's pages."""
         end = self._end_of.pop(node.id, None)
         if end is not None:
             self._host.leaving_tree(self._host.last_pages(end, whole_pages(len(node.key))))
@@ -354,7 +357,7 @@ class TailNodes(PassiveTreeComponent):
         cache_actions: list[CacheAction | ComponentAction],
         target: EvictLayer = EvictLayer.DEVICE,
     ) -> tuple[int, int]:
-        """Take the tail off a node whose blocks are evicted. Counts as 0 tokens: blocks are counted once."""
+        """Remove the tail of a node whose blocks are evicted; returns 0 tokens, as the FULL component counts them."""
         self.drop_evicted()
         data = node.component_data[TAIL]
         if EvictLayer.DEVICE in target and data.value is not None:
@@ -388,5 +391,5 @@ class TailNodes(PassiveTreeComponent):
         return node_id
 
     def eviction_priority(self, is_leaf: bool) -> int:
-        """The lowest: a node's tail is evicted together with any other component of the node."""
+        """0, the lowest: a node's tail is evicted together with any other component of the node."""
         return 0

@@ -1,6 +1,6 @@
 """SGLang's Python tree core, with a shortcut to the deepest tail of a prompt.
 
-SGLang walks from the root and compares tokens node by node, for every request again in every round. A match can only
+SGLang walks from the root and compares tokens node by node, for every waiting request in every round. A match can only
 end at a tail, and tails are found by the digest of their prefix, so the walk starts at the deepest tail. It continues
 below it, because the tree also knows how far the blocks extend: the position where the request leaves them is a branch
 point to be learned.
@@ -38,7 +38,7 @@ class Dsv4TreeCore(OpenTreeCore):
         self._nodes.before_eviction(node)
 
     def match_page_aligned(self, key: RadixKey, params: MatchPrefixParams) -> MatchResult:
-        """The match of a page-aligned key, which ends at its deepest tail; splits the node in which the key leaves."""
+        """The match of a page-aligned key, which ends at its deepest tail; splits a node inside which it diverges."""
         position, node = self._nodes.deepest(key, params.req)
         node = self.root_node if node is None else self.node_by_id(node)
         best, best_position, action = node, position, None
