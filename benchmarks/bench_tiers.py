@@ -21,7 +21,7 @@ model, where its numbers mean nothing.
 
 The result is written after every round, so that a command that is ended keeps what was measured; a later one with the
 same --out, --prefix and --pool, on the same machine, adds what it measures (a server that fails leaves its error there,
-and the other one runs on). On one H100 or H200, two servers that start and four rounds of some seven seconds each:
+and the other server runs on). On one H100 or H200, two servers that start and four rounds of some seven seconds each:
 
     SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 python benchmarks/bench_tiers.py --model FOLDER --out FILE --limit-s 60 -- \\
         --load-format dummy --trust-remote-code --context-length 65536 --mem-fraction-static 0.7 --random-seed 1 \\

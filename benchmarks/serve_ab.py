@@ -233,7 +233,7 @@ def compare(
         kept: folder of earlier figures, which are not measured again.
 
     Raises:
-        ValueError: churn of ours without the built-in's, whose bytes it gets.
+        ValueError: churn of ours has no figures of the built-in, whose bytes of KV memory it gets.
     """
     figures: dict[str, Figures] = {name: {} for name in CONTENDERS}
     for name, stage, found in read_figures(kept):

@@ -12,8 +12,8 @@ a request for tokens that fails  the scheduler ends                            S
 before it is queued
 `positional_embed_overrides`     the scheduler ends: JSON can't hold their     Scheduler.process_input_requests
 in JSON                          objects
-weights that do not fit          half of them are loaded, and the others from  ModelRunner's WeightUpdater
-                                 the same files again
+weights that do not fit          half of them are loaded, and its rollback     ModelRunner's WeightUpdater
+                                 reads the same files again
 `stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
 `num_steps` below 1              profiles without end                          ProfilerManager._init_profile
 names that do not exist (a       500: a ValueError that no route expects       http_server

@@ -2,7 +2,7 @@
 
 Greedy requests: if all requests of a batch are greedy, SGLang's sampler computes ``argmax`` and ``log_softmax`` of the
 logits; else it computes the most likely token of ``softmax(logits / temperature)`` and the logarithm of that. Three
-changes make both equal:
+changes make the results equal:
 
 * log-probabilities are always ``log_softmax``, as in SGLang's deterministic mode;
 * a greedy row always gets the ``argmax`` of its logits, since ``softmax`` may round two logits to one number;

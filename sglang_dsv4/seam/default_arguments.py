@@ -97,7 +97,7 @@ def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: S
 def cores_of_ranks(ranks: int, cores: list[int]) -> str:
     """The cores of each rank as ``0,1|2,3``, for ``SGLANG_CPU_OMP_THREADS_BIND``.
 
-    SGLang needs the variable for more than one rank on a machine. Ranks share cores if there are more of them.
+    SGLang needs the variable for more than one rank on a machine. Ranks share cores if there are more ranks than cores.
     """
     share = max(1, len(cores) // ranks)
     groups = [[cores[(rank * share + index) % len(cores)] for index in range(share)] for rank in range(ranks)]

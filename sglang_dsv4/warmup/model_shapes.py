@@ -62,7 +62,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
 
 
 def _step_mappings(config: Config, geometry: PoolGeometry, is_draft: bool) -> tuple:
-    """(layout, tokens per request): one token, a verify step's, and in a DSpark draft a block's."""
+    """(layout, tokens per request) of each step: 1 token, a verify step's tokens, and in a DSpark draft a block's."""
     widths = {1, max(1, geometry.draft_tokens)}
     found = [(step_layout(geometry), width) for width in sorted(widths)]
     if is_draft and config.dspark is not None:
