@@ -60,7 +60,7 @@ class Inputs:
     rotation: HeadRotation
 
     def rotated(self) -> Tensor:
-        """Rotate x back in place and return it; each call rotates it further, a layer gets a new x in every step."""
+        """Rotate x back in place and return it. Each call rotates it further; in a model x is new in every step."""
         positions, frequencies, head = self.rotation
         apply_rope_in_place(self.x.view(len(self.x), -1, head), positions, frequencies, inverse=True)
         return self.x

@@ -1,4 +1,4 @@
-"""Host time of a decode step without a GPU: SGLang's scheduler loop, with a graph replay's host part.
+"""Host time of a decode step without a GPU: SGLang's scheduler loop with the host's part of a replay.
 
     python benchmarks/step_host.py --model CHECKPOINT [--requests 1 16 64] [--steps 400] [--out FILE.json] [--profile]
 

@@ -41,7 +41,7 @@ def setup() -> None:
 
 
 def processes() -> set[Process]:
-    """The kinds of process that this one is: several, if it is launcher and scheduler at once, as in some tests."""
+    """The roles of this process: several, if it is launcher and scheduler at once, as in some tests."""
     here = {Process.EVERY}
     if multiprocessing.parent_process() is None:
         here.add(Process.LAUNCHER)

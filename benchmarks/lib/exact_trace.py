@@ -1,8 +1,8 @@
 """Checks over HTTP that a running server is deterministic: a request's answer has the same bits whatever else the
 server does.
 
-Every output token is compared with its log-probability and those of the five likeliest tokens (JSON keeps all bits of
-an fp32). The reference is the request alone, from an empty cache.
+The comparison covers every output token, its log-probability and the five likeliest tokens with theirs (JSON keeps all
+bits of an fp32). The reference is the request alone, from an empty cache.
 
     cold          alone and cold, again
     hit           after itself; its tail restored from the device, and from the host after other requests evicted it

@@ -160,7 +160,7 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
         RuntimeError: the server ended, was not ready in time, or ours is not live; the message has its log's end.
     """
     while not _answers(url):
-        taken = PORT_TAKEN in log.read_text(errors="replace")  # SGLang's warm-up nevertheless tries for two minutes
+        taken = PORT_TAKEN in log.read_text(errors="replace")  # SGLang's warm-up keeps trying for two minutes
         if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
             raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
         time.sleep(0.5)

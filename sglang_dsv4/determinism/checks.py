@@ -60,7 +60,7 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
     Args:
         device: of the model.
         dtype: of the model.
-        head_dim: of the attention, which decides its kernel; None leaves that choice to the registry.
+        head_dim: of the attention, which decides the attention's kernel; None leaves the choice to the registry.
     """
     options = set()
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:

@@ -90,7 +90,7 @@ def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, sampling_inf
 def take_greedy_tokens(
     sampled: tuple[Tensor, Any], sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, *args: Any
 ) -> tuple[Tensor, Any] | None:
-    """The tokens [batch], those of greedy rows from :func:`note_greedy_tokens`; after ``Sampler._sample_from_probs``.
+    """The tokens [batch]; greedy rows get :func:`note_greedy_tokens`' tokens. After ``Sampler._sample_from_probs``.
 
     If a request wants its sampling mask, SGLang's tokens stay, since the mask must contain them.
     """

@@ -26,7 +26,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         device: of the model.
 
     Raises:
-        ConfigError: an environment variable asks for a way to multiply that this model or GPU does not have.
+        ConfigError: an environment variable asks for a product that this model or GPU does not have.
     """
     on_gpu = device.type == "cuda"
     generation = torch.cuda.get_device_capability(device)[0] if on_gpu and torch.cuda.is_available() else None
