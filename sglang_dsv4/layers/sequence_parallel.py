@@ -4,9 +4,10 @@ Tensor parallelism shards heads and experts; the boundary between two sublayers 
 selection are not sharded, and every rank repeats them for all tokens. With sequence parallelism, in a large prefill, a
 rank has the streams of its own tokens only: the sublayers' parts are summed for these tokens (`rank_sum`, a
 reduce-scatter instead of the all-reduce), the boundary is computed for them, and the normed rows are gathered before
-the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Both together move as many bytes as
-the all-reduce. The indexer selects for a rank's own tokens, and the selected rows are gathered. Stored data (window
-rows, entries, keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are not sharded.
+the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Reduce-scatter and gather move as many
+bytes as the all-reduce. The indexer selects for a rank's own tokens, and the selected rows are gathered. Stored data
+(window rows, entries, keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are not
+sharded.
 
 Each row is computed by itself, so bits do not change, except for sums over more than two ranks without
 --enable-deterministic-inference.

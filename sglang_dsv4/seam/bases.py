@@ -40,7 +40,7 @@ class SnapshotAttentionBackend(AttentionBackend):
     def describe_drafts(self, requests: int, draft_tokens: int, device: torch.device | str) -> None:
         """Allocate the mask into which SGLang writes the tree of drafts, for the requests of the largest CUDA graph.
 
-        Chains of drafts need no mask. This is SGLang's smallest kind; the default kind covers the whole context.
+        Chains of drafts need no mask, so it has SGLang's smallest kind; the default kind covers the whole context.
         """
         cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, requests, draft_tokens, 0)
         buffer = torch.zeros(cells, dtype=torch.bool, device=device)

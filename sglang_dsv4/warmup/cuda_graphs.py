@@ -97,11 +97,11 @@ def capture_draft_extend(worker: EagleDraftWorker) -> None:
 def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker) -> str | None:
     """The model type to report to SGLang for DSpark's target, given the type that SGLang found.
 
-    For "deepseek_v41" SGLang ends a verify step's graph with `DsparkVerifyEpilogue`. The type has two
-    more effects. The argmax of verify logits is `row_argmax` of `sglang.kernels.ops.speculative`, which breaks ties as
-    torch does and takes less time; and requests' lengths are bounded for backends that ask for it; ours does not. The
-    epilogue stores context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row
-    is -1 for tokens that are not accepted, and for all tokens where the epilogue does not serve the batch.
+    For "deepseek_v41" SGLang ends a verify step's graph with `DsparkVerifyEpilogue`. The type has two more effects. The
+    argmax of verify logits is `row_argmax` of `sglang.kernels.ops.speculative`, which breaks ties as torch does and
+    takes less time; and requests' lengths are bounded for backends that ask for it; ours does not. The epilogue stores
+    context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row is -1 for tokens
+    that are not accepted, and for all tokens where the epilogue does not serve the batch.
 
     Raises:
         ValueError: the switch is neither on nor off.

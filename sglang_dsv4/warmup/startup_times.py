@@ -1,7 +1,7 @@
 """Time that a server takes to start, by phase, for one log line after SGLang's warm-up request.
 
-A phase is a function of SGLang that a hook of ours wraps, or a function of ours. The time of a phase
-inside another phase is not part of the outer one: kernels are compiled while attention backends are made.
+A phase is a function of SGLang that a hook of ours wraps, or a function of ours. The time of a phase inside another
+phase is not part of the outer one: kernels are compiled while attention backends are made.
 """
 
 from __future__ import annotations
