@@ -4,7 +4,7 @@ Tensor parallelism shards heads and experts; the boundary between two sublayers 
 selection are not sharded, and every rank repeats them for all tokens. With sequence parallelism, in a large prefill, a
 rank has the streams of its own tokens only: the sublayers' parts are summed for these tokens (`rank_sum`, a
 reduce-scatter instead of the all-reduce), the boundary is computed for them, and the normed rows are gathered before
-the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Reduce-scatter and gather move as many
+the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Reduce-scatter plus gather move as many
 bytes as the all-reduce. The indexer selects for a rank's own tokens, and the selected rows are gathered. Stored data
 (window rows, entries, keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are not
 sharded.
