@@ -9,12 +9,12 @@ tokens of one request.
 First the call's result is compared with the definition's: states bit for bit, stored rows in the Frobenius norm; a
 result that is off by more than WRONG is not timed. Then the calls of each contender over all sets of inputs are
 captured in a CUDA graph, and the graphs are replayed in turns. Sets have states and products of their own, together
-more than the L2 cache, as layers have. "parts" are the public ops one after the other, as they run without this one.
+more than the L2 cache, as layers have. "parts" are the public ops one after the other, as they run without this op.
 
     floor = bytes / copy bandwidth
 
-`Inputs.bytes` must move: every raw row of the batch is read once, rows of closing groups are read from the state, and
-kept rows and entries are written. The last line is the result as JSON.
+`Inputs.bytes` counts the bytes that must move: every raw row of the batch is read once, rows of closing groups are read
+from the state, and kept rows and entries are written. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def halves(self) -> int:
-        """Number of head_dim halves of a raw row."""
+        """Number of parts of head_dim channels in a raw row."""
         return 2 if self.kind == "csa" else 1
 
 

@@ -1,4 +1,4 @@
-"""The first half of the output projection at few tokens: one launch with an FP8 weight, against the three it replaces.
+"""The first half of the output projection at few tokens: one launch with an FP8 weight against three launches.
 
     python benchmarks/bench_grouped_linear.py [--models flash,flash-tp2,flash-tp4,pro] [--tokens 1,4,...] [--sweep]
         [--out FILE.json]
@@ -12,7 +12,7 @@ Contenders, in CUDA graphs, each from the attention's output to the codes that t
     expanded    `today` after expanding the FP8 weight into a bf16 buffer that all layers share, as in prefill
     ours_by_*   (--sweep) by each tile, and with launches that do not overlap (`turns`)
 
-First `ours` must have the bits of `invariant`, and `product` the bits of the product in it, which is compared with
+First `ours` must have the bits of `invariant`, and `product` the bits of its product, which is compared with
 float64 of the dequantised weight. Calls alternate between sets of weights that exceed L2 in size.
 
     floor = (codes, scales, x and the result once) / copy bandwidth
@@ -60,7 +60,7 @@ class Inputs:
     rotation: HeadRotation
 
     def rotated(self) -> Tensor:
-        """Return a copy of x to rotate in place: a layer's own input is new in every step."""
+        """Rotate x back in place and return it. Each call rotates it further; in a model x is new in every step."""
         positions, frequencies, head = self.rotation
         apply_rope_in_place(self.x.view(len(self.x), -1, head), positions, frequencies, inverse=True)
         return self.x
@@ -120,7 +120,7 @@ def contenders(tokens: int, buffer: Tensor, sweep: bool) -> dict[str, Contender]
 
 
 def swept() -> list:
-    """Return the kernel's tiles and others (tokens, warps, stages)."""
+    """Return the kernel's tiles and further ones (tokens, warps, stages)."""
     from dsv4_kernels.linear import fp8_weight_gpu
     from dsv4_kernels.linear.fp8_weight import Tile
 

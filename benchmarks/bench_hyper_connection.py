@@ -7,7 +7,7 @@ Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next
     ours           `hc_boundary` with the kernel forced by name
     ours_fp8       as `ours`, with x also in e4m3
     ours_then_fp8  ours, and `fp8_quantise` of x: two launches
-    ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of what `gpu.chosen` chooses
+    ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of `gpu.chosen`'s choice
     sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang; above 32 tokens with DeepGEMM's
                    `tf32_hc_prenorm_gemm`. fn is rounded to TF32 there
     sglang_parts   `mhc_post` and `mhc_pre`, with the norm

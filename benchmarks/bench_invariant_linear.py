@@ -3,9 +3,9 @@
     python benchmarks/bench_invariant_linear.py [--layers REGEX] [--tokens 1,4,...] [--sweep] [--out FILE]
 
 Contenders, in CUDA graphs: `ours` (`linear_fp32` or `grouped_linear`, with the tile that a call chooses), `cublas` (the
-server without --enable-deterministic-inference), and with --sweep `ours_by_*`, every tile and some others. First every
-tile must have the bits of `ours` in all elements, and some elements are compared with float64. Calls alternate between
-sets of weights that exceed L2 in size.
+server without --enable-deterministic-inference), and with --sweep `ours_by_*`, every tile and some that the kernel
+never chooses. First every tile must have the bits of `ours` in all elements, and some elements are compared with
+float64. Calls alternate between sets of weights that exceed L2 in size.
 
     floor = the larger of the time to move operands and result once, and that of the products at the card's bf16 rate
 
@@ -63,7 +63,7 @@ def by_tile(tile: object, inputs: Inputs) -> Tensor:
 
 
 def swept(gpu: ModuleType) -> list:
-    """Return the kernel's tiles and others."""
+    """Return the kernel's tiles and some that it never chooses."""
     others = ((64, 64, 6), (64, 192, 6), (128, 176, 5))
     return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *(gpu.wgmma.Tile(*numbers) for numbers in others)]
 

@@ -17,7 +17,7 @@ Calls alternate between sets of weights that are at least twice the L2 cache, so
     floor = (codes and scales of weight and tokens, and the result, once) / copy bandwidth
 
 `--sweep` also times plans (`fp8_plan.Plan`) that are never chosen, and names the fastest of each case; select few
-cases for it. Before anything is timed several processes compile what both need. The last line is the result as JSON.
+cases for it. Before anything is timed several processes compile the kernels. The last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ LAYERS = {
         "index_wq_b": (8192, 1536),
     },
 }
-"""(N, K) of the FP8 products of a layer that has an indexer; with two ranks, of the products that differ."""
+"""(N, K) of the FP8 products of a layer that has an indexer; for two ranks the products whose shapes differ."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Inputs:
     """Inputs of one call."""
 
     codes: Tensor  # [T, K] e4m3
-    scales: Tensor  # [T, K / 128] fp32, columns of tokens
+    scales: Tensor  # [T, K / 128] fp32, column-major
     weight: Tensor  # [N, K] e4m3
     weight_scale: Tensor  # [ceil(N / 128), K / 128] fp32
 

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_row_kernels.py [--ops REGEX] [--tokens 1,64,8192] [--impl sm90] [--ref] [--out FILE.json]
 
-Flash's sizes: hidden 4096, 64 heads of 512 (and 16, a rank of four), q_lora 1024, 256 experts of which 6, 2048
+Flash's sizes: hidden 4096, 64 heads of 512 (and 16, a rank of four), q_lora 1024, 256 experts, 6 a token, 2048
 intermediate channels. Each op is first compared with its reference (WRONG is the largest relative distance, in the
 Frobenius norm). Then its calls over several sets of inputs are captured in a CUDA graph, and the time is the median of
 a replay over its calls: launch to launch, as in a captured decode step. Calls alternate between sets that are twice the
@@ -17,8 +17,8 @@ written them.
 
 times the launches of all these small kernels: all layers' boundaries and row kernels in one CUDA graph, each reading an
 earlier kernel's result, and the same with every launch allowed to begin while the one before ends
-(`device.dependent_launch`). Before that, REPLAYS replays of the second must have the bits of the first's kernels one by
-one. Products and attention are left out: in a step they lie between these.
+(`device.dependent_launch`). Before that, REPLAYS replays of the second graph must have the bits of the kernels launched
+one by one. Products and attention are left out: in a decode step they run between these kernels.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def run_case(case: Case, pools: Pools, ceilings: Ceilings, options: Options) -> 
     return row
 
 
-# ---- what is reported
+# ---- the report
 
 
 def summary(rows: list[dict]) -> dict[str, object]:

@@ -11,7 +11,7 @@ Random weights accept almost no draft, so only cost is measured. Each work start
                 differ, since the same kernels run on the same shapes
     agreement   our greedy answers with EAGLE and with DSPARK, graphs on, and without speculation: how many requests
                 differ, and after how many tokens (products of other batches differ in their last bits on a GPU;
-                `--exact` adds --enable-deterministic-inference, with which none may)
+                `--exact` adds --enable-deterministic-inference, with which none may differ)
     decode      a decode step, the divisor of the others
     eagle       MTP of the April releases, three drafts a step
     dspark      the draft of the current releases, blocks of five
@@ -70,7 +70,7 @@ CONTEXT, NEW_TOKENS = 4608, 192
 SEEDS = (81, 82, 83)
 REQUESTS = (1, 16, 64)
 SMALLEST_GRAPH = 12
-"""A launch on the host with more kernels than this is a graph's replay; no other launch has several."""
+"""A host launch with at least this many kernels is a graph's replay; no other launch has as many."""
 
 MODELS = {
     "april": FLASH,
@@ -210,7 +210,7 @@ class Results:
         self.about: dict[str, Any] = before.get("about", {})
 
     def note(self, contender: str, requests: int, figures: dict[str, float], *, again: bool = False) -> None:
-        """Add a contender's figures; of figures measured again the shorter ones stay."""
+        """Add a contender's figures; of a figure that is measured again the smaller value stays."""
         for work, us in figures.items():
             row = self.times.setdefault((work, requests), dict.fromkeys(CONTENDERS))
             before = row[contender]
@@ -280,8 +280,8 @@ def compared(plain: list[list[int]], drafted: list[list[int]]) -> dict[str, Any]
 
 
 def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str], work: str) -> list[dict[str, Any]]:
-    """Compare our answers with an algorithm to those without it, one request at a time and sixteen; or to the same
-    algorithm without graphs, one at a time."""
+    """Compare our answers with an algorithm to our answers without it, for one request at a time and for sixteen; or to
+    the same algorithm's answers without graphs, for one."""
     model = arguments.models / MODEL_OF[algorithm]
     asked = prompts(24, json.loads((model / "config.json").read_text())["vocab_size"] - 1)
     other = () if work == "agreement" else (*SPECULATION[algorithm], "--disable-cuda-graph")

@@ -5,7 +5,7 @@
 
 Works:
 
-    copies   records of `--prefix` tokens of the whole of V4-Flash (no weights, no MODEL), by `HostRecords` alone: pages
+    copies   page records of `--prefix` tokens of all of V4-Flash (no weights, no MODEL), by `HostRecords` alone: pages
              to host memory and back, against plain copies of pinned memory of the same size in the same run
              (`builtin` is that rate, `ratio` our share of it; the goal is at least 0.7), and to files and back, against
              plain files
@@ -19,9 +19,9 @@ metric, ours, builtin, ratio}`, ratio above 1 where ours is better. Weights may 
 written as the config of six layers of V4-Flash. On a CPU the same script runs with `--contenders ours` and a small
 model, where its numbers mean nothing.
 
-The result is written after every round, so that a command that is ended keeps what was measured; a later one with the
-same --out, --prefix and --pool, on the same machine, adds what it measures (a server that fails leaves its error there,
-and the other one runs on). On one H100 or H200, two servers that start and four rounds of some seven seconds each:
+The result is written after every round: a command that is interrupted keeps its figures, and a later command with the
+same --out, --prefix and --pool, on the same machine, adds to them. If a server fails, the result has its error, and the
+other server still runs. On one H100 or H200, two servers that start and four rounds of some seven seconds each:
 
     SGLANG_JIT_DEEPGEMM_PRECOMPILE=0 python benchmarks/bench_tiers.py --model FOLDER --out FILE --limit-s 60 -- \\
         --load-format dummy --trust-remote-code --context-length 65536 --mem-fraction-static 0.7 --random-seed 1 \\

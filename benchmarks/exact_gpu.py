@@ -14,19 +14,19 @@ Works, by the servers that they need; all servers but the last of `price` have t
     price         on that server decode and prefill, loads of `lib/serve_load.py`; then on a server without the flag
     speculation   the same greedy references from a server that drafts (EAGLE, with the checkpoint's MTP module)
 
-Three starts without speculation, and about eight minutes on an H200 with six layers of V4-Flash if kernels are compiled
-already, DeepGEMM's too, which it compiles for each range of rows: leave its compilation ahead on, or bring its cache.
-`--context-length` must have room for a prompt of 65,536 tokens, `--max-running-requests` for 128.
+Without speculation there are three starts, and a run takes about eight minutes on an H200 with six layers of V4-Flash,
+if all kernels are compiled already. DeepGEMM compiles a kernel for each range of rows: leave its compilation ahead on,
+or bring its cache. `--context-length` must have room for a prompt of 65,536 tokens, `--max-running-requests` for 128.
 
 The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the first mismatches, what
 was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second, where
 a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit status is 1 if anything
-differed or was left out. `--resume` adds to what `--out` holds, with the references beside it: works can run one after
+differed or was left out. `--resume` adds to what `--out` holds, with the references next to it: works can run one after
 the other, each by itself. `--small` is for a CPU.
 
-Weights must be the same at every start. With `--load-format dummy` they are: SGLang seeds what it fills, and packed
-experts are filled by `sglang_dsv4.layers.packed_experts`. A model that gives the same answer to every prompt is
-refused: it would prove nothing.
+Weights must be the same at every start. With `--load-format dummy` they are: SGLang seeds the parameters that it fills,
+and packed experts are filled by `sglang_dsv4.layers.packed_experts`. A model that gives the same answer to every prompt
+is refused: it would prove nothing.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Proof:
         }
 
     def write(self, not_run: Sequence[str]) -> str:
-        """Write the result to --out and the references beside it, so that a run that is cut off keeps its figures."""
+        """Write the result to --out and the references next to it, so that a run that is cut off keeps its figures."""
         text = json.dumps(self.result(not_run))
         if self.out is not None:
             self.out.write_text(text + "\n")
@@ -243,10 +243,10 @@ def once_each(sizes: Sizes) -> Sizes:
 
 
 def refuse_mute_models(known: References) -> None:
-    """Refuse a model that gives the same answer to every prompt: its weights are zeros or say nothing.
+    """Refuse a model that gives many prompts the same answer, as a model with weights of zeros does.
 
     Raises:
-        RuntimeError: the first tokens' log-probabilities are the same for most prompts.
+        RuntimeError: less than 90 % of the first tokens and log-probabilities are different.
     """
     first = [answer.tokens[0] for answer in known.values() if answer.tokens]
     if len(set(first)) < 0.9 * len(first):

@@ -3,9 +3,9 @@
     PYTHONPATH=tests/emulator python benchmarks/experts_sm100_static.py [--write]
 
 Compiles every plan for sm_100a and reads registers, stack and code from the cubins. Then runs one work tile of either
-product with full K (V4-Flash: hidden 4096, intermediate 2048) in the emulator and divides its work by published
-rates (report.py there names them), as sparse_attention_sm100_static.py does. The largest quotient is a lower bound of
-the time of a work tile on one multiprocessor, not a prediction. `--write` puts everything into
+product with full K (V4-Flash: hidden 4096, intermediate 2048) in the emulator and divides its work by published rates
+(the emulator's report.py names them), as sparse_attention_sm100_static.py does. The largest quotient is a lower bound
+of the time of a work tile on one multiprocessor, not a prediction. `--write` puts everything into
 benchmarks/results/experts_sm100_static.json, which a test compares.
 
 Columns, in clock cycles of one multiprocessor for one work tile of 128 output rows and all its slots:

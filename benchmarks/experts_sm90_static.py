@@ -12,8 +12,8 @@ A multiprocessor's CTAs take their tiles in the order of the list. A step of two
 as their bytes from L2 (L2_BYTES_US) or as a step of one CTA alone (STEP_US, STEP_SLOT_US), whichever is longer. The
 constants were fitted to a run of narrow tiles; the measured time is printed for cases that were measured by shape of
 work tiles (`results/experts_h200.json`). Narrow tiles are within 6 % of it; pairs took up to 13 % longer than
-estimated. Wide ones take less: their constants and measured times are of steps that convert no codes ahead
-(`results/experts_prefill_h200.json` has newer times). The last line is JSON.
+estimated. Wide tiles take less: their constants and measured times are from a kernel that converted no codes
+ahead (`results/experts_prefill_h200.json` has newer times). The last line is JSON.
 """
 
 from __future__ import annotations

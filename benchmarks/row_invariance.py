@@ -2,10 +2,10 @@
 
     python benchmarks/row_invariance.py [--model flash|pro] [--device cuda] [--out FILE.json]
 
-Each operator of a forward that sums, at the model's shapes: the one under `--enable-deterministic-inference` and the
-default; the registry or SGLANG_OPERATORS marks the batch-invariant ones. The rows of the largest batch are
-the reference. A smaller batch takes its first or its last rows, so that a row's index changes as well. The last line is
-JSON; the exit status is 1 if an operator that is marked batch-invariant is not.
+Each operator of a forward that sums, at the model's shapes: the implementation under `--enable-deterministic-inference`
+and the default one. The registry, or for operators without a row there this script, marks the batch-invariant ones. The
+rows of the largest batch are the reference. A smaller batch has its first or its last rows, so that a row's index
+changes as well. The last line is JSON; the exit status is 1 if an operator that is marked batch-invariant is not.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ Works (loads are `lib/serve_load.py`'s):
     multi_turn   32 conversations of four turns over four shared prefixes of 4K, which all fit into the pool
     profile      launches, busy time and span of a decode step and of a prefill chunk, and the host calls that
                  enqueue its work (a graph is one call); KV bytes a token
-    churn        returning sessions under equal bytes of KV memory: their number from a quarter of those that ours holds
-                 to twice that, with prefixes of 16K and of 1.5K tokens (rows: churn_sweep; churn has the best third)
+    churn        returning sessions under equal bytes of KV memory: their number from a quarter of the sessions that our
+                 pool holds to twice that number, with prefixes of 16K and of 1.5K tokens (rows: churn_sweep; churn
+                 has the best third)
     agreement    log-probabilities of given tokens, both servers and the built-in in another batch (needs a checkpoint
                  with weights: two random initialisations differ)
 
@@ -233,7 +234,7 @@ def compare(
         kept: folder of earlier figures, which are not measured again.
 
     Raises:
-        ValueError: churn of ours without the built-in's, whose bytes it gets.
+        ValueError: churn of ours has no figures of the built-in, whose bytes of KV memory it gets.
     """
     figures: dict[str, Figures] = {name: {} for name in CONTENDERS}
     for name, stage, found in read_figures(kept):
@@ -371,7 +372,7 @@ def best_third_of(rows: Sequence[Row]) -> list[Row]:
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ what people read
+# ------------------------------------------------------------------------------------------------ table and picture
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -46,7 +46,7 @@ class Answer:
 
 
 class Server:
-    """The calls of SGLang's HTTP interface that this needs."""
+    """The calls of SGLang's HTTP interface that this script makes."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

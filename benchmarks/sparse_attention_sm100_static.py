@@ -3,10 +3,10 @@
     PYTHONPATH=tests/emulator python benchmarks/sparse_attention_sm100_static.py [--write]
 
 Compiles every configuration for sm_100a and reads registers, stack and code from the cubins. Then runs one token of
-every case in the emulator (tests/emulator) and divides the launch's work by published rates (report.py there names
-them), for a full GPU: all 148 multiprocessors are assumed to do the same. The largest quotient is a lower bound of the
-time, not a prediction. `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a
-test compares.
+every case in the emulator (tests/emulator) and divides the launch's work by published rates (its report.py names them),
+for a full GPU: all 148 multiprocessors are assumed to do the same. The largest quotient is a lower bound of the time,
+not a prediction. `--write` puts everything into benchmarks/results/sparse_attention_sm100_static.json, which a test
+compares.
 
 Columns, in clock cycles of one multiprocessor for one token and 64 heads; 128 heads are a pair of multiprocessors:
 

@@ -7,9 +7,9 @@ Compiles every configuration for sm_90a, with no GPU, and reads the cubins. `--w
 benchmarks/results/sparse_attention_sm90_static.json, which a test compares.
 
 `--bounds` prints lower bounds of a step of 128 keys for each unit of a multiprocessor, in clock cycles, by the number
-of heads: the additional work of a token with one more step in the emulator, divided by published rates (report.py there
-names them; the columns are those of sparse_attention_sm100_static.py). `hbm` is a row of 584 bytes, or of 1,024, at a
-132nd of 4.8 TB/s. PTX is counted as it is written. They are lower bounds by unit, not predictions.
+of heads: the additional work of a token with one more step in the emulator, divided by published rates (its report.py
+names them; the columns have the same meaning as in sparse_attention_sm100_static.py). `hbm` is a row of 584 bytes, or
+of 1,024, at a 132nd of 4.8 TB/s. PTX is counted as it is written. They are lower bounds by unit, not predictions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Host time of a decode step without a GPU: SGLang's scheduler loop with an empty forward, as a graph replay is.
+"""Host time of a decode step without a GPU: SGLang's scheduler loop with the host's part of a replay.
 
     python benchmarks/step_host.py --model CHECKPOINT [--requests 1 16 64] [--steps 400] [--out FILE.json] [--profile]
 
@@ -120,8 +120,8 @@ def start_scheduler(model: str, most_requests: int, steps: int, clock: Clock | N
 
 
 def new_tokens(steps: int) -> int:
-    """Return the new tokens of each request: it outlasts the counted steps, and the first ones wait for the last one's
-    prefill."""
+    """Return the new tokens of each request: enough to outlast the counted steps, also while the first requests wait
+    for the prefill of the last."""
     return 2 * (WARM_STEPS + steps)
 
 

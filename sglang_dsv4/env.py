@@ -147,7 +147,7 @@ def choice(name: str) -> str | None:
     """A switch's word, in lower case; None if it is unset or empty.
 
     Raises:
-        ValueError: it holds a word that the switch does not take.
+        ValueError: it holds a word that the switch does not accept.
     """
     return _BY_NAME[name].choice()
 

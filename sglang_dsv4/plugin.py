@@ -1,7 +1,7 @@
 """The plugin that SGLang loads: installs the rows of :mod:`sglang_dsv4.seam.hooks` that belong to this process.
 
 SGLang calls :func:`setup` (entry point group ``sglang.srt.plugins``) in the launcher, in each scheduler process and in
-the detokenizer, before it does anything else there. ``SGLANG_DSV4=off`` turns all of it off. No hook changes anything
+the detokenizer, before it does anything else there. ``SGLANG_DSV4=off`` turns the plugin off. No hook changes anything
 for a model of another architecture.
 """
 
@@ -41,7 +41,7 @@ def setup() -> None:
 
 
 def processes() -> set[Process]:
-    """The kinds of process that this one is: several, if it is launcher and scheduler at once, as in some tests."""
+    """The roles of this process: several, if it is launcher and scheduler at once, as in some tests."""
     here = {Process.EVERY}
     if multiprocessing.parent_process() is None:
         here.add(Process.LAUNCHER)

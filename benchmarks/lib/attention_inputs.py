@@ -133,7 +133,7 @@ class Inputs:
     visible: Tensor | None  # [T] int32
     sink: Tensor  # [H] fp32
     pages: Tensor | None = (
-        None  # chunks with entries: [n] int32, all pages of the request, numbered in page_entries rows
+        None  # chunks with entries: [n] int32, all pages of the request, in units of page_entries rows
     )
 
     def arguments(self) -> dict[str, object]:
@@ -215,7 +215,7 @@ class Pools:
 
 
 def number_of_sets(case: Case, l2_bytes: int) -> int:
-    """Return how many sets of inputs touch SETS_OVER_L2 times the L2 cache, counting what a set touches at least."""
+    """Return how many sets of inputs touch SETS_OVER_L2 times the L2 cache, counting the least that a set touches."""
     row_bytes = ROW_BYTES if case.fp8 else 2 * ROW_DIM
     if case.prefill:
         rows = case.tokens + WINDOW + min(case.context_entries, case.tokens * case.entries_read)

@@ -51,8 +51,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def opcodes(cubin: bytes) -> Iterator[str]:
-    """Yield the instructions in order that have a name here: PRMT, QGMMA (wgmma of FP8), waits for wgmma, global loads
-    and stores (not bulk copies), `griddepcontrol.wait` (ACQBULK) and `.launch_dependents` (PREEXIT)."""
+    """Yield, in order, the instructions that have a name here: PRMT, QGMMA (wgmma of FP8), waits for wgmma, global
+    loads and stores (not bulk copies), `griddepcontrol.wait` (ACQBULK) and `.launch_dependents` (PREEXIT)."""
     for name, contents in sections(cubin):
         if name.startswith(".text."):
             for word, _ in struct.iter_unpack("<QQ", contents):

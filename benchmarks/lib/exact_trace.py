@@ -1,8 +1,8 @@
-"""Checks over HTTP that a running server is deterministic: a request's answer has the same bits whatever else it
-serves.
+"""Checks over HTTP that a running server is deterministic: a request's answer has the same bits whatever else the
+server does.
 
-Every output token is compared with its log-probability and those of the five likeliest tokens (JSON keeps all bits of
-an fp32). The reference is the request alone, from an empty cache.
+The comparison covers every output token, its log-probability and the five likeliest tokens with theirs (JSON keeps all
+bits of an fp32). The reference is the request alone, from an empty cache.
 
     cold          alone and cold, again
     hit           after itself; its tail restored from the device, and from the host after other requests evicted it
@@ -159,7 +159,7 @@ class Sizes:
     displaced: int
     """Number of short prompts whose tails fill all device slots."""
     requests: int
-    """Number of requests of the trace; the number of different ones is `repeats` times smaller."""
+    """Number of requests of the trace; the number of different requests is `repeats` times smaller."""
     at_once: int
     longest: int
     """Longest prompt of the trace."""

@@ -52,7 +52,7 @@ def step_bytes(slots: int) -> int:
 
 
 def one_after_the_other(tiles: list[list[int]], steps: int) -> float:
-    """Return the microseconds of a multiprocessor whose CTAs have these tiles, each a list of widths."""
+    """Return the microseconds of a multiprocessor that computes these tiles: for each CTA a list of widths."""
     left = [[(slots, float(steps)) for slots in of_cta] for of_cta in tiles]
     us = 0.0
     while running := [of_cta for of_cta in left if of_cta]:

@@ -7,6 +7,6 @@ LAYERS = {"gate": (1, 256), "hca": (1, 1024), "csa": (1, 2624), "wo_a": (8, 1024
 
 
 def name_of(tile: object) -> str:
-    """Return a tile's name as the benchmark's contenders have it."""
+    """Return the name of a tile's contender in the benchmark."""
     kind = "" if hasattr(tile, "at_once") else "w"
     return f"ours_by_{kind}{tile.rows}x{tile.tokens}x{tile.stages}"

@@ -1,8 +1,8 @@
 """Replays request traces through a prefix cache as SGLang's scheduler drives it, without a model.
 
-Two engines over SGLang's own pieces (Req, ReqToTokenPool, page allocator, UnifiedRadixCache, its match, checkpoint and
-release functions): `tail_engine` with this project's tails, `paged_engine` with SGLang's own policy for
-DeepSeek-V4 (FULL + paged SWA component). Pools hold no bytes; only slots are counted.
+Two engines over SGLang's own pieces (Req, ReqToTokenPool, page allocator, UnifiedRadixCache, its match,
+`checkpoint_kv_cache` and `release_kv_cache`): `tail_engine` with this project's tails, `paged_engine` with SGLang's own
+policy for DeepSeek-V4 (FULL + paged SWA component). Pools hold no bytes; only slots are counted.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ ENQUEUES = ("Launch", "Memcpy", "Memset")
 """Parts of the names of host calls that enqueue GPU work. Each call costs the host some microseconds; a graph's replay
 is one call."""
 HOST_ROWS = 8
-"""Rows of the host's table, which has waiting and launching."""
+"""Rows of the table of host calls, waiting and launching included."""
 TRACE_TIMEOUT_S = 120
 
 
@@ -121,7 +121,8 @@ async def _decode_under_profile(url: str, requests: int, context: int, folder: s
             if next(begun) == requests:
                 all_begun.set()
 
-        # A lost prefix is computed again, which takes its time. There are tokens enough until the profiler has started.
+        # A prefix that the cache lost is computed again, which takes time. Answers are long enough that the profiler
+        # starts before the first of them ends.
         new_tokens = 480 if requests > 4 else 2000
         decoding = asyncio.gather(*(client.generate(prompt, new_tokens, first_token) for prompt in prompts))
         await asyncio.wait({asyncio.ensure_future(all_begun.wait()), decoding}, return_when=asyncio.FIRST_COMPLETED)

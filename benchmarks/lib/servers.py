@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 CONTENDERS = ("builtin", "ours")
-HCA_GROUP = 128  # tokens of an entry there, and rows of a request's state in the built-in
+HCA_GROUP = 128  # tokens of an HCA entry, and rows of a request's HCA state in the built-in
 READY_TIMEOUT_S = 900
 NODES_PORT, NODE_PORTS = (
     500,
     1000,
-)  # added to a server's port: where its nodes meet; and a node's port minus the one before
+)  # the distance from a server's port to the port at which its nodes meet, and between the ports of two nodes
 PORT_TAKEN = "address already in use"
 """A server's log line when its port is in use; the server then never answers. Linux gives ports from 32768 on to any
 process."""
@@ -36,7 +36,7 @@ SWITCHES = (
 """Our switches that change how a step runs."""
 FOLDER_VARIABLE = "BENCHMARK_SERVERS"
 LIST = "servers.json"
-"""File in that folder that lists the running servers."""
+"""File in the folder of `FOLDER_VARIABLE` that lists the running servers."""
 
 
 class Server:
@@ -98,8 +98,8 @@ def builtin_pools(log: str, model: Path) -> tuple[float, int]:
     """Return bytes and tokens of SGLang 0.5.23's own pools by its log: bytes a token, and the HCA layers' states.
 
     `DSV4PoolConfigurator` logs the bytes of a token (entries, indexer keys, paged windows and CSA states) and the rows
-    of the requests' states: [rows, 2, head_dim] fp32 an HCA layer, rounded up to whole groups of 128 and one group
-    more.
+    of the requests' states: [rows, 2, head_dim] fp32 an HCA layer. `rows` is the logged number plus 129, rounded up to
+    a multiple of 128.
 
     Raises:
         ValueError: a line is missing, or names memory of a kind that is not counted here.
@@ -160,7 +160,7 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
         RuntimeError: the server ended, was not ready in time, or ours is not live; the message has its log's end.
     """
     while not _answers(url):
-        taken = PORT_TAKEN in log.read_text(errors="replace")  # its warm-up goes on asking for two minutes all the same
+        taken = PORT_TAKEN in log.read_text(errors="replace")  # SGLang's warm-up keeps trying for two minutes
         if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
             raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
         time.sleep(0.5)
@@ -246,7 +246,7 @@ def versions() -> dict[str, str]:
 
 
 def identity(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> dict[str, object]:
-    """Return what two equal servers have in common; the last value counts for a flag that is given twice."""
+    """Return the settings that make two servers the same; the last value counts for a flag that is given twice."""
     options: dict[str, list[str]] = {}
     for word in flags:
         if word.startswith("--"):
@@ -259,7 +259,7 @@ def identity(contender: str, model: Path, flags: Sequence[str], env: Mapping[str
 
 
 def already_running(contender: str, model: Path, flags: Sequence[str], env: Mapping[str, str]) -> Server | None:
-    """Return the running server that is the one asked for, None if there is none."""
+    """Return the running server with these settings, None if there is none."""
     if not env.get(FOLDER_VARIABLE):
         return None
     wanted = identity(contender, model, flags, env)

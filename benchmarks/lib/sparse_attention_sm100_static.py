@@ -53,8 +53,8 @@ def all_resources() -> dict[str, dict[str, int]]:
 
 
 def problem_of(case: StaticCase) -> Problem:
-    """Return a problem whose rows are all live. Of the contents only the maxima matter to the counts: they make O be
-    rescaled."""
+    """Return a problem whose rows are all live. Of the values only the maxima of scores affect the counts: they cause O
+    to be rescaled."""
     generator = torch.Generator().manual_seed(0)
 
     def table(num_rows: int) -> KVRows:

@@ -47,7 +47,7 @@ ENTRIES = (512, 1024)
 
 
 def bounds_of_a_step(heads: int, row_format: RowFormat) -> dict[str, float]:
-    """Return each unit's cycles for a step of 128 keys of a list, of tokens that are not split."""
+    """Return each unit's cycles for a step of 128 listed keys, for a token that is not split."""
     from ptx_emulator import H200, Checks, emulated
 
     cycles = []

@@ -10,8 +10,9 @@ One rule keeps that promise: every operator of a forward is batch-invariant, or 
   (`ForwardMetadata.split_keys`).
 * Draws are keyed by the request's seed (`requests.sampling`); SGLang's default for it is 42.
 
-Requests for which this can't hold get a 400 (`refused_requests`). SGLang 0.5.23 accepts the flag only for the attention
-backends on a list of its own, and keeps the radix cache on only for those on another: two rows of `seam.hooks`.
+Requests for which the promise can't hold get a 400 (`refused_requests`). SGLang 0.5.23 has a list of the attention
+backends for which it accepts the flag, and a list of the backends with which it then keeps the radix cache on: two rows
+of `seam.hooks` add our backend to them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def start(runner: ModelRunner) -> None:
     """If the flag is on, let the registry give batch-invariant implementations only; called before a model is loaded.
 
     Raises:
-        StartupError: ops that have none for this device and dtype; names all of them.
+        StartupError: ops have no batch-invariant implementation for this device and dtype; names all of them.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -59,7 +60,7 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
     Args:
         device: of the model.
         dtype: of the model.
-        head_dim: of the attention, which decides its kernel; None leaves that choice to the registry.
+        head_dim: of the attention, which decides the attention's kernel; None leaves the choice to the registry.
     """
     options = set()
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:

@@ -54,7 +54,7 @@ def problems_of_modules(model: nn.Module) -> list[str]:
 
 
 def operators_of(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """(operator of :data:`BATCH_INVARIANT`, its implementation) of a module; nothing for modules that are none.
+    """(operator of :data:`BATCH_INVARIANT`, its implementation) of a module; nothing for another module.
 
     A layer of SGLang's whose quantisation method is of this package computes by the registry, as our own layers do: the
     registry refuses an implementation that is not batch-invariant when the layer asks for it.

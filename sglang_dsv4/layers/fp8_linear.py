@@ -1,7 +1,7 @@
 """FP8 linear layers that multiply few tokens by this package's product (`dsv4_kernels.linear.linear_fp8`).
 
-On Hopper, where SGLang's product is DeepGEMM, up to MOST_TOKENS tokens are multiplied by ours, which gives the same
-bits, and more by DeepGEMM. Elsewhere SGLang's product multiplies all.
+On Hopper, where SGLang's product is DeepGEMM, our product multiplies up to MOST_TOKENS tokens and gives the same bits;
+DeepGEMM multiplies more tokens. Elsewhere SGLang's product multiplies any number of tokens.
 
 The layer, its parameters and its loading stay SGLang's. `FewTokensConfig` gives it SGLang's quantisation method with
 another product.
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 64
 """Most tokens that our product multiplies. Launched early, the products of a Flash layer take 44, 47 and 54 us at 1, 16
 and 64 tokens, by DeepGEMM 64, 58 and 56 us; at 128 tokens they take 75 us, by DeepGEMM 61 us
-(benchmarks/results/linear_fp8_h200.json). A decode step of six layers keeps the GPU busy for 0.92, 0.94 and 0.97 of the
-time with DeepGEMM at 1, 4 and 16 tokens (serve_switches_h200.json)."""
+(benchmarks/results/linear_fp8_h200.json). A decode step of six layers keeps the GPU busy for 0.92, 0.94 and 0.97 of
+DeepGEMM's time at 1, 4 and 16 tokens (serve_switches_h200.json)."""
 
 
 @functools.cache
@@ -90,7 +90,7 @@ class FewTokensConfig(ModelBuiltConfig):
     """SGLang's quantisation config, except that FP8 linear layers multiply by `FewTokensProduct`.
 
     Args:
-        of_checkpoint: SGLang's config of the checkpoint; all other questions are passed on to it.
+        of_checkpoint: SGLang's config of the checkpoint; all other calls are passed on to it.
     """
 
     def __init__(self, of_checkpoint: QuantizationConfig) -> None:

@@ -46,10 +46,10 @@ FEW_TOKENS = 16
 
 
 def asked() -> str | None:
-    """The environment's choice: both, fp8 or bf16; None if it makes none.
+    """The environment's choice: both, fp8 or bf16; None if the variable is not set.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the variable holds another word.
     """
     return env.choice(VARIABLE)
 

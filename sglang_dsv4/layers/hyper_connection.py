@@ -19,7 +19,7 @@ from sglang_dsv4.model_config.config import Config
 
 
 class Pending(NamedTuple):
-    """Streams that a sublayer has read, and the output that is still to be written back; none before the first one."""
+    """Streams that a sublayer has read, and its output, which is still to be written back; None before the first."""
 
     streams: Tensor  # [T, n, d] model dtype; T: tokens of this rank's rows, see `sequence_parallel`
     output: Tensor | None = None  # [T, d] model dtype, of the sublayer

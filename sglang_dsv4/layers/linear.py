@@ -69,7 +69,7 @@ class SublayerInput(NamedTuple):
 
 
 def quantises_once(config: Config) -> bool:
-    """Whether our kernels quantise the input of FP8 products, once for all products of it, instead of SGLang.
+    """Whether our kernels, not SGLang's, quantise the input of FP8 products, once for all products with that input.
 
     They do on Hopper, whose products take fp32 scales. Blackwell's products need another layout, which SGLang makes.
     """

@@ -32,8 +32,8 @@ def is_chosen() -> bool:
 class PackedExperts(nn.Module):
     """This rank's routed experts. Parameters and loader are named as in SGLang's `FusedMoE`.
 
-    After loading the weights are rearranged in place for the kernels: the parameters keep their shapes, but no longer
-    contain the checkpoint's order. Loading again overwrites all of them.
+    After loading the weights are rearranged in place for the kernels: the parameters keep their shapes, but their
+    values are no longer in the checkpoint's order. Loading again overwrites all of them.
 
     Raises:
         ConfigError: the kernels do not serve this GPU, weight format or size.
@@ -125,7 +125,7 @@ class PackedExperts(nn.Module):
 
 
 def log_arrangement(model: nn.Module) -> None:
-    """Log the time that rearranging a loaded model's experts took; nothing for a model without packed experts."""
+    """Log the time that rearranging a loaded model's experts took; log nothing for a model without packed experts."""
     layers = [module for module in model.modules() if isinstance(module, PackedExperts)]
     if layers:
         logger.info(

@@ -6,9 +6,9 @@ and adds them in the order of the ranks: every rank gets the same numbers, whate
 that moves as many bytes as an all-reduce.
 
 On a GPU ranks exchange parts of the experts' sum in the model's dtype, as for the attention: a rank adds its experts in
-fp32 and rounds once without the shared expert and once with it, as a single rank does. In bf16 these are half the bytes
-of fp32, for an error of some 0.3 % of a token's row; the specification (section 11.1) has 1.4 % of this sublayer for
-bf16 activations. On a CPU, and under the flag, the parts are fp32.
+fp32 and rounds once without the shared expert and once with it, as a single rank does. bf16 halves the bytes of fp32,
+and costs an error of some 0.3 % of a token's row; bf16 activations cost this sublayer 1.4 % (specification, section
+11.1). On a CPU, and under the flag, the parts are fp32.
 
 Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
 flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.
@@ -57,8 +57,8 @@ def sum_over_ranks(part: Tensor, rows: RowShards) -> Tensor:
 
 
 def _sum_of_own_rows(part: Tensor, rows: RowShards) -> Tensor:
-    # By the process group itself: one of SGLang's own calls is an all-reduce under the flag, others may choose another
-    # library than NCCL, or memory with multicast.
+    # These calls use the process group itself: one of SGLang's own functions is an all-reduce under the flag, others
+    # may choose another library than NCCL, or memory with multicast.
     part, group = rows.pad(part), get_tp_group().device_group
     if flag.is_on():
         parts = torch.empty_like(part)  # [ranks * size, d]: all ranks' parts of this rank's rows, in the ranks' order

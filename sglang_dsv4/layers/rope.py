@@ -1,4 +1,4 @@
-"""RoPE of the layers: queries, window rows, entries and indexer keys are rotated, the attention's result back."""
+"""RoPE of the layers: it rotates queries, window rows, entries and indexer keys, and the attention's result back."""
 
 from __future__ import annotations
 

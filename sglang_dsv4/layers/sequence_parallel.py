@@ -1,12 +1,13 @@
-"""Sequence parallelism in addition to tensor parallelism: a rank's share of the rows of work that is done by token.
+"""Sequence parallelism in addition to tensor parallelism: a rank does token-wise work for its share of the rows only.
 
 Tensor parallelism shards heads and experts; the boundary between two sublayers (mHC and the norm) and the indexer's
 selection are not sharded, and every rank repeats them for all tokens. With sequence parallelism, in a large prefill, a
 rank has the streams of its own tokens only: the sublayers' parts are summed for these tokens (`rank_sum`, a
 reduce-scatter instead of the all-reduce), the boundary is computed for them, and the normed rows are gathered before
-the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Together that moves the bytes of the
-all-reduce. The indexer selects for a rank's own tokens, and the selected rows are gathered. Stored data (window rows,
-entries, keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are not sharded.
+the next sublayer (Korthikanti et al., 2022, arXiv 2205.05198, section 4.2.2). Reduce-scatter plus gather move as many
+bytes as the all-reduce. The indexer selects for a rank's own tokens, and the selected rows are gathered. Stored data
+(window rows, entries, keys, raw rows of compressors) is computed for all tokens on every rank, whose pools are not
+sharded.
 
 Each row is computed by itself, so bits do not change, except for sums over more than two ranks without
 --enable-deterministic-inference.
@@ -98,7 +99,7 @@ class RowShards:
             return rows
         rows = _padded(rows, self.size).contiguous()
         gathered = rows.new_empty(self.count * self.size, *rows.shape[1:])
-        # By the process group itself: SGLang's own calls may choose another library than NCCL, or multicast memory.
+        # With the process group itself: SGLang's own calls may choose another library than NCCL, or multicast memory.
         all_gather_single(gathered, rows, group=get_tp_group().device_group)
         return gathered[: self.tokens]
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 MOST_TOKENS = 32
-"""Most tokens of a graph with a side stream. A decode step of six layers keeps the GPU busy for 0.97, 0.97 and 0.98 of
-the time without it at 1, 4 and 16 tokens; 1.02 times the tok/s at 16 and 32 requests
+"""Most tokens of a graph with a side stream. With it a decode step of six layers keeps the GPU busy for 0.97, 0.97 and
+0.98 of the time without it, at 1, 4 and 16 tokens, and a server makes 1.02 times the tok/s at 16 and 32 requests
 (benchmarks/results/serve_switches_h200.json). At 64 tokens it gained nothing (step_switches_h200.json)."""
 
 First = TypeVar("First")

@@ -268,7 +268,7 @@ class Config:
         return config
 
     def validate(self) -> None:
-        """Check that the shapes are legal; no other code states which are.
+        """Check that the shapes are legal; only this function states which shapes are.
 
         Raises:
             ConfigError: names the first field whose value is not legal.

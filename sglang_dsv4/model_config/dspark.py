@@ -1,7 +1,8 @@
-"""The DSpark draft that a checkpoint's `config.json` describes: releases of 0731, 0813 and those named -DSpark.
+"""The DSpark draft that a checkpoint's `config.json` describes: releases of 0731, 0813 and the ones named -DSpark.
 
-It has four fields for the draft, and `compress_ratios` has one more 0 for each stage. `num_nextn_predict_layers` is 1
-although the files hold no MTP module. The draft has as many stages as it reads target layers.
+`config.json` has four fields for the draft, and `compress_ratios` has one more 0 for each stage.
+`num_nextn_predict_layers` is 1 although the files hold no MTP module. The draft has as many stages as it reads target
+layers.
 """
 
 from __future__ import annotations

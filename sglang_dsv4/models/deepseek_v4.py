@@ -202,7 +202,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         return self.logits_processor(input_ids, hidden_states, self.lm_head, forward_batch, **for_draft)
 
     def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
-        """Give the draft the means of these layers' streams, [T, 3 * d]; SGLang calls this for DSPARK.
+        """Give the draft the means of these layers' streams, [T, layers * d]; SGLang calls this for DSPARK.
 
         Raises:
             ConfigError: the checkpoint's draft was trained with other layers.

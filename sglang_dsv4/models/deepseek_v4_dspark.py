@@ -65,7 +65,7 @@ class MarkovHead(BaseDSparkMarkovHead):
 
 
 class DSparkModel(nn.Module):
-    """The stages, the projection of the target's taps before the first, head mixture and norm after the last."""
+    """The stages, the projection of the target's taps before the first, and head mixture and norm after the last."""
 
     def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()

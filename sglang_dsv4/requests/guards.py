@@ -12,8 +12,8 @@ a request for tokens that fails  the scheduler ends                            S
 before it is queued
 `positional_embed_overrides`     the scheduler ends: JSON can't hold their     Scheduler.process_input_requests
 in JSON                          objects
-weights that do not fit          half of them are loaded, and the others from  ModelRunner's WeightUpdater
-                                 the same files again
+weights that do not fit          half of them are loaded, and its rollback     ModelRunner's WeightUpdater
+                                 reads the same files again
 `stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
 `num_steps` below 1              profiles without end                          ProfilerManager._init_profile
 names that do not exist (a       500: a ValueError that no route expects       http_server
@@ -132,7 +132,7 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
 async def raise_failures(
     original: Callable[[Any, Any], Awaitable[list]], communicator: object, request: object
 ) -> list:
-    """The scheduler's answers to a control request; a request that failed there is a 400, not a success.
+    """The scheduler's answers to a control request; a request that failed in the scheduler gets a 400.
 
     Runs around ``FanOutCommunicator.__call__``.
 
@@ -233,7 +233,7 @@ def guard(dispatcher: Callable[[Any], Any], scheduler: Scheduler) -> GuardedRequ
 
 
 def failure_of(request: object, error: Exception) -> object | None:
-    """An answer of the type that the request gets, with nothing but the error in it; None if it gets no answer."""
+    """An answer of the type that the request expects, with only the error in it; None if it expects no answer."""
     import msgspec
     from sglang.srt.managers import io_struct
 
@@ -309,9 +309,9 @@ def check_input_embeds(req: Req) -> str | None:
 
 
 def refuse_empty_grammar(grammar: BaseGrammarObject, *args: object, **kwargs: object) -> BaseGrammarObject:
-    """The grammar, or SGLang's object for an invalid one if no text fulfils it, as `{"$ref": "#"}` or `root ::= root`.
+    """The grammar, or SGLang's object for an invalid grammar if no text fulfils it.
 
-    Runs after ``XGrammarGrammarBackend._from_context``.
+    Two such grammars are `{"$ref": "#"}` and `root ::= root`. Runs after ``XGrammarGrammarBackend._from_context``.
     """
     from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 

@@ -6,7 +6,7 @@ first the last token of the prompt. When other requests make the scheduler wait 
 counted twice. A request that was retracted comes back with nothing counted. Here
 
 * tokens are counted where they are sampled;
-* a batch of new requests counts the tokens that these were answered with before.
+* a new batch first counts the tokens of the answers that its requests already have.
 
 This is done on a CPU only, where a forward has ended when its call returns. On a GPU, where the counts would be written
 on one stream and read on another, SGLang counts.

@@ -60,7 +60,7 @@ def tiers_of(model_path: str, revision: str | None, has_dspark: bool) -> tuple[T
     """The efforts of a checkpoint, and their source in words for the log.
 
     The environment variable decides; else the encoder in the checkpoint, if it was downloaded; else the draft: of the
-    April checkpoints only those named -DSpark have a DSpark draft.
+    April checkpoints only the ones named -DSpark have a DSpark draft.
 
     Args:
         model_path: a folder, or a repository's name.

@@ -2,7 +2,7 @@
 
 Greedy requests: if all requests of a batch are greedy, SGLang's sampler computes ``argmax`` and ``log_softmax`` of the
 logits; else it computes the most likely token of ``softmax(logits / temperature)`` and the logarithm of that. Three
-changes make both equal:
+changes make the results equal:
 
 * log-probabilities are always ``log_softmax``, as in SGLang's deterministic mode;
 * a greedy row always gets the ``argmax`` of its logits, since ``softmax`` may round two logits to one number;
@@ -90,7 +90,7 @@ def note_greedy_tokens(logits: Tensor, sampler: Sampler, _: Tensor, sampling_inf
 def take_greedy_tokens(
     sampled: tuple[Tensor, Any], sampler: Sampler, probs: Tensor, info: SamplingBatchInfo, *args: Any
 ) -> tuple[Tensor, Any] | None:
-    """The tokens [batch], those of greedy rows from :func:`note_greedy_tokens`; after ``Sampler._sample_from_probs``.
+    """The tokens [batch]; greedy rows get :func:`note_greedy_tokens`' tokens. After ``Sampler._sample_from_probs``.
 
     If a request wants its sampling mask, SGLang's tokens stay, since the mask must contain them.
     """

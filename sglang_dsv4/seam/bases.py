@@ -40,7 +40,7 @@ class SnapshotAttentionBackend(AttentionBackend):
     def describe_drafts(self, requests: int, draft_tokens: int, device: torch.device | str) -> None:
         """Allocate the mask into which SGLang writes the tree of drafts, for the requests of the largest CUDA graph.
 
-        Chains of drafts need no mask; this is SGLang's smallest kind, the default covers the whole context.
+        Chains of drafts need no mask, so it has SGLang's smallest kind; the default kind covers the whole context.
         """
         cells = tree_mask_numel(TreeMaskMode.QLEN_ONLY, requests, draft_tokens, 0)
         buffer = torch.zeros(cells, dtype=torch.bool, device=device)
@@ -52,7 +52,7 @@ class SnapshotAttentionBackend(AttentionBackend):
         return self._verify_mask
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """The point after which SGLang may write its tables; its draft-extend runner supports none inside a graph."""
+        """The point after which SGLang may write its tables; its draft-extend runner allows none inside a graph."""
         return SharedReadEnds.POST_REPLAY if fm.is_draft_extend_v2() else super().shared_read_ends(fm)
 
     def _snapshot_prefill_shared_reads(self, forward_batch: ForwardBatch, *, num_qo_tokens: int) -> SharedReadEnds:
@@ -199,7 +199,7 @@ class RankedRadixCache(UnifiedRadixCache):
     """SGLang's radix cache, with a reduction over its ranks."""
 
     def least_of_ranks(self, values: list[int]) -> list[int]:
-        """The least of each value over the ranks that keep equal trees; every such rank must call it."""
+        """The least of each value over the ranks that keep equal trees; each of these ranks must call it."""
         agreed = torch.tensor(values, dtype=torch.int64)
         self._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
         return agreed.tolist()

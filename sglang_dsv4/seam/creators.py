@@ -57,7 +57,7 @@ def size_pools(
 def reserve_admission_pages(
     result: KVCacheConfigResult, configurator: KVCacheConfigurator, **kwargs: Any
 ) -> KVCacheConfigResult:
-    """SGLang's sizes, for DeepSeek-V4 with the longest request that its scheduler would admit."""
+    """SGLang's sizes; for DeepSeek-V4 they limit a request's length to what SGLang's scheduler admits."""
     if not compat.is_ours(configurator.model_config.hf_config.architectures):
         return result
     from sglang_dsv4.cache import pool_configurator

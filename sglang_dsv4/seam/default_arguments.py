@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # SGLang would take most of a CPU's memory for the pool, and 256 request slots.
 CPU_MAX_TOTAL_TOKENS = 65536
 CPU_MAX_RUNNING_REQUESTS = 32
-# SGLang subtracts 1.5 MB of memory for each token of a prefill chunk, which GPU kernels need. On a CPU of 24 GB the
+# SGLang subtracts 1.5 MB of memory for each token of a prefill chunk, which GPU kernels need. With 24 GB of memory the
 # rest is below zero beyond 16K tokens, also with --chunked-prefill-size -1.
 CPU_MEM_FRACTION_STATIC = 0.7
 
@@ -97,7 +97,7 @@ def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: S
 def cores_of_ranks(ranks: int, cores: list[int]) -> str:
     """The cores of each rank as ``0,1|2,3``, for ``SGLANG_CPU_OMP_THREADS_BIND``.
 
-    SGLang needs the variable for more than one rank on a machine. Ranks share cores if there are more of them.
+    SGLang needs the variable for more than one rank on a machine. Ranks share cores if there are more ranks than cores.
     """
     share = max(1, len(cores) // ranks)
     groups = [[cores[(rank * share + index) % len(cores)] for index in range(share)] for rank in range(ranks)]

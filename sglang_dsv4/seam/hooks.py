@@ -68,7 +68,7 @@ class Process(Enum):
 
 
 class Hook(NamedTuple):
-    """One row. Rows are installed in the table's order; of several on one target the last one is the outermost."""
+    """One row. Rows are installed in the table's order; of several hooks on one target the last is the outermost."""
 
     target: str
     kind: Kind

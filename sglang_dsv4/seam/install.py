@@ -39,13 +39,13 @@ def install(hook: Hook) -> None:
 
 
 def install_once(hook: Hook) -> None:
-    """Install a row unless it is installed: what needs it may run with the plugin or without."""
+    """Install a row unless it is installed: the code that needs it may run with the plugin or without."""
     if hook not in _installed:
         install(hook)
 
 
 def _lazily(hook: Hook) -> Callable[..., Any]:
-    """Our function, imported at its first call: SGLang loads plugins in processes that never make one."""
+    """Our function, imported at its first call: SGLang loads plugins in processes that never call it."""
     function: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ def reason_against(
 
 
 def serves(arguments: Any, model_config: Any) -> bool:
-    """Whether the routed experts run by our runner if the user names none; logs the reason if not."""
+    """Whether our runner computes the routed experts if the user names no runner; logs the reason if not."""
     import torch
 
     if arguments.device != "cuda":

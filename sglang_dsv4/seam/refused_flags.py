@@ -1,7 +1,7 @@
 """Flags of ``sglang.launch_server`` that are refused before anything is loaded, each with the reason.
 
 SGLang would accept them for DeepSeek-V4, but our model, pools or prefix cache can't serve them.
-`docs/coming_from_sglang.md` lists them together with the flags that work and those that SGLang itself refuses; a test
+`docs/coming_from_sglang.md` lists them together with the flags that work and the flags that SGLang refuses; a test
 keeps that table and this code equal.
 """
 

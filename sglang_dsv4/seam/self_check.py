@@ -83,7 +83,7 @@ def require_our_model_classes() -> None:
     SGLang only warns when a module of ``SGLANG_EXTERNAL_MODEL_PACKAGE`` can't be imported, and loads its own model.
 
     Raises:
-        StartupError: caused by the import error, where there is one.
+        StartupError: caused by the import error, if there is one.
     """
     from sglang.srt.models.registry import ModelRegistry
 

@@ -30,7 +30,7 @@ PROGRESS_SECONDS = 5.0
 
 
 def compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: torch.device) -> None:
-    """Compile all kernels that serve this model on this device; nothing where references serve.
+    """Compile all kernels that serve this model on this device; an op that its reference serves has none.
 
     Args:
         config: the model's.
@@ -68,7 +68,7 @@ def _compile_ahead(config: Config, geometry: PoolGeometry, heads: int, device: t
 
 
 def _fill_cache(jobs: list[tuple[str, compile_pool.Compile]], model: ModelShapes) -> int:
-    """How many kernels worker processes have compiled; the attention's, which take longest, come first."""
+    """The number of kernels that worker processes have compiled; the attention's, which take longest, come first."""
     shapes = model.attention
     name = registry.chosen("sparse_attention", shapes.device, shapes.dtype, shapes.impl).name
     if name not in ARCHITECTURES:

@@ -6,14 +6,14 @@ logits. Work that needs the host stays outside: tails (`prefix.restore_and_save`
 captured: their sizes differ from batch to batch.
 
 With speculation SGLang captures the target's verify step (all drafts of a request and the token before them), a DSpark
-draft's block with its Markov head, an MTP draft's chain of steps, and its extend step. The steps that DSpark's worker
-makes after a verify step can be captured at the end of that step's graph:
+draft's block with its Markov head, an MTP draft's chain of steps, and its extend step. The work that DSpark's worker
+does after a verify step can be captured at the end of that step's graph:
 
     SGLANG_DSV4_VERIFY_EPILOGUE    on: draft acceptance, and the context rows of accepted tokens, are computed in the
                                    verify graph, for greedy batches without penalties, biases and grammars. off: the
                                    host launches them; the bits are the same. Default: on with one rank; off with
                                    several, since their graphs would contain SGLang's broadcast of rank 0's choice,
-                                   which has not run here.
+                                   which this project has never run.
 
 An op can be captured if it reads nothing back to the host (`graph_safe` in `dsv4_kernels.ops`). Some references do read
 back, so graphs are off until every op of a decode step has a kernel.
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
 _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
-"""Options that are decided after graphs are, when the model is built: their ops must be capturable in any case."""
+"""Options that are decided when the model is built, after graphs are decided: their ops must always be capturable."""
 
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
@@ -95,13 +95,13 @@ def capture_draft_extend(worker: EagleDraftWorker) -> None:
 
 
 def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker) -> str | None:
-    """The model type to report to SGLang for DSpark's target, given the one that it found.
+    """The model type to report to SGLang for DSpark's target, given the type that SGLang found.
 
-    For "deepseek_v41" SGLang ends a verify step's graph with `DsparkVerifyEpilogue`. Two more things follow from that
-    type. The argmax of verify logits is `row_argmax` of `sglang.kernels.ops.speculative`, which breaks ties as torch
-    does and takes less time; and requests' lengths are bounded for backends that ask for it, as ours does not. The
-    epilogue stores context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row
-    is -1 for tokens that are not accepted, and for all tokens where the epilogue does not serve the batch.
+    For "deepseek_v41" SGLang ends a verify step's graph with `DsparkVerifyEpilogue`. The type has two more effects. The
+    argmax of verify logits is `row_argmax` of `sglang.kernels.ops.speculative`, which breaks ties as torch does and
+    takes less time; and requests' lengths are bounded for backends that ask for it; ours does not. The epilogue stores
+    context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row is -1 for tokens
+    that are not accepted, and for all tokens where the epilogue does not serve the batch.
 
     Raises:
         ValueError: the switch is neither on nor off.

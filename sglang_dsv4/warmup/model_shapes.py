@@ -26,7 +26,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         device: of the model.
 
     Raises:
-        ConfigError: an environment variable asks for a way to multiply that this model or GPU does not have.
+        ConfigError: an environment variable asks for a product that this model or GPU does not have.
     """
     on_gpu = device.type == "cuda"
     generation = torch.cuda.get_device_capability(device)[0] if on_gpu and torch.cuda.is_available() else None
@@ -62,7 +62,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
 
 
 def _step_mappings(config: Config, geometry: PoolGeometry, is_draft: bool) -> tuple:
-    """(layout, tokens per request): one token, a verify step's, and in a DSpark draft a block's."""
+    """(layout, tokens per request) of each step: 1 token, a verify step's tokens, and in a DSpark draft a block's."""
     widths = {1, max(1, geometry.draft_tokens)}
     found = [(step_layout(geometry), width) for width in sorted(widths)]
     if is_draft and config.dspark is not None:

@@ -1,7 +1,7 @@
 """Time that a server takes to start, by phase, for one log line after SGLang's warm-up request.
 
-A phase is a function of SGLang that a hook of ours wraps, or a function of ours. A phase inside another one counts for
-itself only: kernels are compiled while attention backends are made.
+A phase is a function of SGLang that a hook of ours wraps, or a function of ours. The time of a phase inside another
+phase is not part of the outer one: kernels are compiled while attention backends are made.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def note(name: str, text: str) -> None:
 
 
 def summary() -> str:
-    """One line: seconds since the launcher's start, divided into the launcher's own, the phases, and the rest, which is
-    this process's imports mostly."""
+    """One line: seconds since the launcher's start, divided into the launcher's own time, the phases, and the rest,
+    which is mostly this process's imports."""
     here, launcher = process_age("self"), process_age(f"{os.getppid()}")
     total = max(here, launcher)
     parts = {"launcher": total - here, **_seconds}

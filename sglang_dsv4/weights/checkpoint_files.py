@@ -69,7 +69,7 @@ def read_config(model_path: str, revision: str | None, file: str = CONFIG_FILE) 
     Args:
         model_path: a folder, or a repository's name, which transformers resolves.
         revision: of the repository.
-        file: the config's path, where SGLang has decrypted it to another file.
+        file: the config's path, if SGLang has decrypted the config to another file.
 
     Raises:
         OSError: the file does not exist, or can't be fetched.
@@ -128,7 +128,7 @@ def require_same_config(model_config: Any, file: str | None) -> None:  # noqa: A
 
 
 def check_files(folder: Path, tokenizer: Path | None) -> None:
-    """Check the files that a server reads late, or whose errors there do not name the file.
+    """Check the files that a server reads late, or whose damage it reports without naming the file.
 
     Args:
         folder: the checkpoint's.

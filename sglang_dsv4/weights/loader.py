@@ -44,7 +44,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: a tensor is missing, unknown, repeated, cut short, or of the wrong shape or dtype, or holds NaN
-            or infinity. Unknown and missing tensors and values are reported together, after all have been read.
+            or infinity. Unknown tensors, missing tensors and such values are reported together, at the end.
     """
     loader = _Loader(model, config, table)
     for name, tensor in _read(weights, getattr(model.config, "_name_or_path", "")):

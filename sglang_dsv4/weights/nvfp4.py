@@ -10,7 +10,7 @@
 This is the format of modelopt's export for DeepSeek-V4 (`examples/deepseek/deepseek_v4`) and of
 nvidia/DeepSeek-V4-*-NVFP4, whose draft experts keep the release's format. SGLang's NVFP4 products divide their input by
 `input_scale` and round it to NVFP4. On a CPU the input is quantised to e4m3 as in the release, so `input_scale` is
-checked and not kept.
+checked and then dropped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One such value spreads to every logit, and SGLang answers with null log-probabilities. Each tensor's minimum and maximum
 are computed on its device just before it is copied into its parameter, so no file is read twice. They are fetched to
-the host by some thousands at once, so that loading does not wait for the device at each tensor.
+the host some thousands at a time, so that loading does not wait for the device at each tensor.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WeightValues:
             self._judge()
 
     def _judge(self) -> None:
-        """Look at the noted numbers; no other method waits for the device."""
+        """Fetch and check the noted minima and maxima; no other method waits for the device."""
         numbers = _fetch([scalar for noted in self._noted for scalar in (noted.low, noted.high)])
         for noted, low, high in zip(self._noted, numbers[::2], numbers[1::2], strict=True):
             what = _what_is_wrong(noted, low, high)
