@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def bookkeeping_errors_are_fatal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In this process and in every server that a test starts; outside of tests they are counted."""
+    """Make bookkeeping errors raise, here and in every server that a test starts; outside of tests they are counted."""
     from serving import strict_bookkeeping
 
     strict_bookkeeping.setup()
@@ -35,9 +35,9 @@ def bookkeeping_errors_are_fatal(tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Delete with the session what servers leave in the system's temporary folder (locks, sockets, metrics).
+    """Delete at the session's end the files that servers leave in the temporary folder (locks, sockets, metrics).
 
-    The folder is not in pytest's, since a socket's path may have no more than 107 characters.
+    The folder is outside of pytest's own, since a socket's path may have no more than 107 characters.
     """
     tmp_path_factory.getbasetemp()  # fixes pytest's own folder before TMPDIR changes
     with (
@@ -54,8 +54,8 @@ LEFT_BY_AN_ENGINE = ("NCCL_GRAPH_REGISTER", "SGLANG_RUN_ID")
 
 @pytest.fixture(scope="module", autouse=True)
 def what_an_engine_leaves() -> Iterator[None]:
-    """Remove the variables that `sglang.Engine` sets, with which no server of a later file could be forked
-    (`serving.preloaded`). Other variables stay: the package's set-up sets them once a process."""
+    """Remove the variables that `sglang.Engine` sets: with them, servers of later files could not be forked
+    (`serving.preloaded`). Other variables stay, because the package's set-up sets them only once a process."""
     before = {name for name in LEFT_BY_AN_ENGINE if name in os.environ}
     yield
     for name in set(LEFT_BY_AN_ENGINE) - before:
@@ -141,9 +141,9 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def compiled_here() -> Iterator[None]:
-    """Compile kernels in this process, since the emulator needs their PTX: none from disk, and none kept afterwards.
+    """Compile kernels in this process, since the emulator needs their PTX; none is loaded from disk or kept afterwards.
 
-    Scratch memory of earlier launches is hidden as well: the emulator would copy it for these.
+    Scratch memory of earlier launches is hidden as well, because the emulator would copy it for every launch.
     """
     from dsv4_kernels.host import compile_cache
     from dsv4_kernels.sparse_attention import scratch
@@ -190,7 +190,7 @@ STARTS_A_SERVER = (
     "tests/benchmarks/test_serve_attention.py",
     "tests/benchmarks/test_benchmark_servers.py",
 )
-# The longest units come first, so that no process is left with one of them when the other has ended. The list changes
+# The longest units come first, so that no process still runs a long unit when the others have ended. The list changes
 # nothing but the time.
 LONG = (
     SERVERS,
@@ -213,8 +213,8 @@ LONG = (
 
 
 def unit_of(nodeid: str) -> str:
-    """Return the unit of a test. All tests with servers are in one: the session's is shared, and other servers run one
-    at a time and share no port."""
+    """Return the unit of a test. All tests that start a server are one unit: they share the session's server, and other
+    servers run one at a time, so that no two contend for a port."""
     path = nodeid.split("::")[0]
     return SERVERS if path.startswith(STARTS_A_SERVER) else path
 

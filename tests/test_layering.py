@@ -154,7 +154,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Private names that a module says: attributes, definitions, imports, and dotted paths in strings."""
+    """Private names that a module uses: attributes, definitions, imports, and dotted paths in strings."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -227,7 +227,7 @@ def test_private_names_are_seen() -> None:
 
 
 def test_page_window_and_ratios_are_said_once() -> None:
-    """256, 128 and 4 as numbers of tokens: in ring.py for the checkpoints, HCA's ratio in layer_kinds.py."""
+    """The constants 256, 128 and 4 are in ring.py alone, the compression ratios in layer_kinds.py."""
     from dsv4_radix_cache import ring
     from sglang_dsv4.model_config import layer_kinds
 

@@ -1,4 +1,4 @@
-"""The attention benchmark on a CPU, with the reference in the kernel's place: its inputs, floors and arithmetic."""
+"""The attention benchmark on a CPU, with the reference instead of the kernel: its inputs, floors and arithmetic."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class StandIn:
 
 @pytest.mark.slow
 def test_flashmla_is_called_as_it_documents_and_gets_what_we_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that follows the documentation has our result on every kind of case."""
+    """A stand-in that follows FlashMLA's documentation returns our result for every kind of case."""
     monkeypatch.setitem(sys.modules, "flash_mla", StandIn)
     StandIn.calls.clear()
     cases = [replace(case, tokens=3) for case in DECODE + PREFILL]

@@ -45,7 +45,7 @@ def test_the_last_of_a_flag_counts_and_their_order_does_not(tmp_path: Path) -> N
 
 
 def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with another contender, model, flag or switch is not used, nor one that does not answer."""
+    """A server with another contender, model, flag or switch is not used, nor is a server that does not answer."""
     monkeypatch.setenv("SGLANG_DSV4_SEQUENCE_PARALLEL", "on")
     monkeypatch.setenv(servers.FOLDER_VARIABLE, str(tmp_path))
     env = dict(os.environ)
@@ -79,7 +79,7 @@ def test_others_are_suspended_while_one_is_measured(url: str, tmp_path: Path, mo
     other = subprocess.Popen(["sh", "-c", "sleep 60; true"], start_new_session=True)
 
     def states() -> set[str]:
-        """Return the states of all processes of its session: R, S, T for stopped, …"""
+        """Return the states of all processes in `other`'s process group: R, S, T for stopped, …"""
         stats = [Path(f"/proc/{pid}/stat") for pid in os.listdir("/proc") if pid.isdigit()]
         fields = [stat.read_text().rpartition(")")[2].split() for stat in stats if stat.exists()]
         return {state for state, _, group, *_ in fields if int(group) == other.pid}

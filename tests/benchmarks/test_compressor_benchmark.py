@@ -1,4 +1,4 @@
-"""The compressors' benchmark on a CPU, with the definition in the kernel's place: its inputs, floors and contenders."""
+"""The compressors' benchmark on a CPU, with the definition instead of the kernel: its inputs, floors and contenders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that checks determinism on a GPU: what it reads in logs and in SGLang's own test, and a run on a CPU."""
+"""The script that checks determinism on a GPU: what it parses from logs and SGLang's own test; a run on a CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_sglangs_own_verdicts_are_read() -> None:
 
 
 def test_requests_of_the_trace_have_the_proofs_references() -> None:
-    """A server that is asked each request once, or greedy requests only, has references for all of them."""
+    """The proof's references cover a trace that sends each request once, and a trace of greedy requests only."""
     sizes = exact_gpu.SMALL
     asked = requests_of_a_trace(sizes)
     assert requests_of_a_trace(exact_gpu.once_each(sizes)) == asked
@@ -118,7 +118,7 @@ def test_three_starts_do_all_but_speculation(servers: Servers) -> None:
 
 
 def test_what_is_cut_off_keeps_what_was_done(servers: Servers) -> None:
-    """If time runs out or the script is ended, the file has every work that was done."""
+    """If time runs out or the script is ended, the file has the results of every work that was finished."""
     status, result = servers.run("--seconds", "0")
     assert status == 1 and result["not_run"] == ["chunks", "sglang", "price"] and result["compared"] == 1
     assert exact_gpu.read_references(servers.folder / "out.references.json")

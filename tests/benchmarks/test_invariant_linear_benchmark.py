@@ -12,8 +12,8 @@ from ops.row_kernels import emulated_row_kernel
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_all_tiles_are_compared(groups: int, compiled_here: None) -> None:
-    """The chosen tile and every other: a tile with one wrong element is not timed, nor are tiles that are all wrong
-    alike."""
+    """The chosen tile and all other tiles are compared. A tile with one wrong element is not timed, nor is any tile if
+    all of them are wrong in the same way."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 

@@ -67,7 +67,7 @@ def test_a_cpus_operators_keep_their_word() -> None:
 
 
 def test_on_a_gpu_both_choices_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch-invariant implementation and the default differ there, as on Blackwell."""
+    """The batch-invariant implementation and the default differ in this test, as on Blackwell."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     cuda = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The benchmark of the row kernels on a CPU, references in place of kernels: its inputs, bytes and arithmetic."""
+"""The benchmark of the row kernels on a CPU, with references instead of kernels: its inputs, bytes and arithmetic."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ c4_logical_size=16384 c128_size=512 c4_state_pool_size=200 c128_state_pool_size=
 
 
 def test_the_builtins_memory_is_that_of_its_own_sizing(tmp_path: Path) -> None:
-    """Nine request slots of 128 rows and one group more; the flash preset has two HCA layers of head_dim 512."""
+    """Nine request slots of 128 state rows, and padding of two groups of 128 rows; the flash preset has two HCA layers
+    of head_dim 512."""
     (tmp_path / "config.json").write_text(json.dumps(hf_config(PRESETS["flash"])))
     size, tokens = servers.builtin_pools(BUILTIN_LOG, tmp_path)
     assert tokens == 65_536
@@ -57,7 +58,7 @@ def test_above_one_is_better_for_ours() -> None:
 
 
 def test_the_best_third_is_chosen_by_speed() -> None:
-    """Two of six numbers of sessions with each prefix, and their other metrics."""
+    """For each prefix the fastest two of six numbers of sessions, and the means of their metrics."""
     rows = []
     for prefix in serve_ab.CHURN:
         for i in range(6):
@@ -87,7 +88,7 @@ def reply(sent: float, *tokens: float) -> Reply:
         ([reply(0, 0.5, 4, 4.5)], 3.5),  # no request got a token
         ([reply(0, 0.5, 4, 4.5), reply(0.2, 1, 2, 3, 4)], 1.0),  # one request waits while another one is served
         ([reply(0, 1), reply(50, 51)], 1.0),  # no request was open in between
-        ([reply(0, 1), reply(0.5, 6), reply(2, 3)], 3.0),  # sending a request breaks no silence, a token of it does
+        ([reply(0, 1), reply(0.5, 6), reply(2, 3)], 3.0),  # a silence ends with a token, not with another request
     ],
     ids=["steady", "stalled", "one waits", "idle", "overlapping"],
 )
@@ -112,7 +113,7 @@ def test_a_run_with_a_stall_is_made_again(
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One server a call; the last call has the rows of both and starts none."""
+    """The first two calls start one server each; a call whose rows are all in the file starts no server."""
     started: list[str] = []
 
     class Running:

@@ -82,7 +82,7 @@ def test_a_step_lasts_as_clients_see_it(verify_steps: int, step_us: float, monke
 
 
 def test_servers_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are measured once; steps in every turn, of which the shortest stays."""
+    """Graphs are measured once, and steps in every turn; the shortest time of a step is kept."""
     asked, steps_us = [], iter([5.0, 6.0, 4.0, 7.0])
 
     @contextlib.contextmanager

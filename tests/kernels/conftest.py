@@ -13,15 +13,15 @@ from dsv4_kernels.device import dependent_launch
 
 @pytest.fixture
 def in_turns() -> Iterator[None]:
-    """Launches do not begin early: reasons in emulator/results for uncaught deletions name PTX lines of such
-    kernels."""
+    """Turn dependent launch off: the reasons in emulator/results for deletions that go unnoticed name PTX lines of
+    kernels that were compiled without it."""
     with dependent_launch.switched(False):
         yield
 
 
 @pytest.fixture(scope="session")
 def kernel_on_gpu() -> Callable[[str], str]:
-    """A function: op -> name of the kernel for this GPU. The function skips the test if there is none."""
+    """Return a function: op -> name of the kernel for this GPU. It skips the test if the op has no kernel here."""
 
     def name_of(op: str) -> str:
         if not torch.cuda.is_available():

@@ -224,8 +224,8 @@ def test_one_thread(name: str, dtype: torch.dtype, threads: Callable[[int], None
 def test_more_threads(count: int, name: str, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
     """Fewer parts; all tokens at once are bitwise equal to the result of one thread.
 
-    Two threads changed the bits of five heads' attention in a batch of one; three threads those of products with few
-    columns.
+    Two threads changed the bits of five heads' attention in a batch of one; three threads changed the bits of products
+    with few columns.
     """
     op = OPS[name](dtype)
     threads(1)

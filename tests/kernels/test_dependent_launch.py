@@ -33,7 +33,7 @@ ROWS = tuple(name for name in WORKS if name != "norm_rope_store_16_heads")
 
 @contextlib.contextmanager
 def by_name() -> Iterator[None]:
-    """Inside, ops use the implementation that is named, also on a CPU."""
+    """Make ops use the implementation that is named, also on a CPU."""
     named = mock.patch.object(registry, "chosen", lambda op, device, dtype, impl: registry._implementation(op, impl))
     with named, mock.patch.object(registry, "_resolved", {}):
         yield
@@ -134,7 +134,7 @@ class Grid:
         return begun == self.ctas if all_of_them else begun > 0
 
     def steps(self, places: int, together: bool, all_of_them: bool) -> Iterator[tuple[str, int]]:
-        """Its possible transitions with `free` SM slots left: (state, CTAs)."""
+        """Yield its possible transitions, with `places` SM slots free: (state that CTAs leave, number of CTAs)."""
         if all(b.ended or (self.early and b.lets_in(all_of_them)) for b in self.before):
             at_once = self.ctas if self.meets and together else 1
             if self.placed < self.ctas and places >= at_once:

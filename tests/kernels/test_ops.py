@@ -139,7 +139,7 @@ def test_ops_of_a_step_leave_out_prefills_other_devices_and_other_options() -> N
 
 
 def test_which_implementations_are_batch_invariant() -> None:
-    """Kernels and the products of a CPU do, cuBLAS's do not; of the references those without a product and a sum."""
+    """Kernels and a CPU's products are, cuBLAS's are not; references are if they have neither a product nor a sum."""
     rows = [(op.name, row) for op in OPS.values() for row in op.implementations]
     assert {row.name for _, row in rows if row.name != "ref" and not row.batch_invariant} == {"cublas"}
     assert {op for op, row in rows if row.name == "ref" and row.batch_invariant} == {

@@ -169,7 +169,7 @@ def test_a_bookkeeping_error_costs_the_tails_and_not_the_server(caplog: pytest.L
 
 
 def test_contradicting_counts_cost_the_report_and_not_the_server() -> None:
-    """Stored blocks that end before the hit: a strict ledger raises the error of `explain`."""
+    """A match whose stored blocks end before its hit: a strict ledger raises the error of `explain`."""
     for strict in (True, False):
         ledger = new_ledger()
         ledger.strict = strict

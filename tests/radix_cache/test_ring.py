@@ -30,7 +30,7 @@ def ring_formulas(tree: ast.AST) -> list[str]:
 
 
 def test_the_ring_row_of_a_position_is_said_once() -> None:
-    """Except in kernels and their references, which may not import this package and name the function instead."""
+    """Only ring.py has the formula; kernels and their references may not import it, and name the function instead."""
     files = [path for folder in ("radix_cache", "sglang_dsv4") for path in (ROOT / folder).rglob("*.py")]
     found = {
         str(path.relative_to(ROOT)): formulas

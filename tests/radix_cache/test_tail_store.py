@@ -301,8 +301,8 @@ def test_credit_heap_orders_and_forgets() -> None:
 
 
 def test_a_tail_between_one_on_the_tree_and_one_that_was_off_it() -> None:
-    """The tree knows 256 before it and 1,024 after it; 512, off the tree, was stored when 1,024 was published. 512
-    loses its only successor and is no longer a passed tail, so its credit changes."""
+    """768 is published between 256 and 1,024; 512, which is off the tree, was 1,024's predecessor until then. 512 loses
+    its only successor and is no longer a passed tail, so its credit changes."""
     store = TailStore(8, 8)
     ids = {position: store.reserve(position)[0].id for position in (256, 512, 768, 1024)}
     store.publish(ids[256], None)

@@ -30,7 +30,7 @@ def test_the_responses_api_answers_as_chat_does(server: Server) -> None:
     """The Responses API answers as chat does. Where a package of SGLang's is missing, it is off with one warning in the
     log.
 
-    SGLang ends such an answer a few tokens before chat's.
+    SGLang ends an answer of the Responses API a few tokens before chat's.
     """
     client = server.client()
     model = client.models.list().data[0].id

@@ -1,4 +1,4 @@
-"""Chat, reasoning, tools and JSON through a server on a GPU: the tests of test_chat.py that hold there too.
+"""Chat, reasoning, tools and JSON through a server on a GPU: the tests of test_chat.py that hold on a GPU, too.
 
 A small checkpoint of random weights with the released attention, CUDA graphs on, default flags except for the pool's
 size.

@@ -33,7 +33,7 @@ BEYOND = (
 )
 APRIL = {None: "", "high": "", "max": ABSOLUTE}
 LATER = {None: "", "low": "", "high": ABSOLUTE, "max": BEYOND}
-# Efforts that neither encoder has and SGLang accepts: served as the tier below, or at it.
+# Efforts that SGLang accepts and the encoder lacks. April: none has a text. Later: minimal is low, the others high.
 APRIL_ALIASES = {"minimal": "", "low": "", "medium": "", "xhigh": ""}
 LATER_ALIASES = {"minimal": "", "medium": ABSOLUTE, "xhigh": ABSOLUTE}
 

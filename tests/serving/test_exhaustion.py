@@ -54,7 +54,7 @@ def test_more_requests_than_slots_and_pages(engine: object) -> None:
 
 
 def test_longest_prompt_is_answered_and_a_longer_one_refused(engine: object) -> None:
-    """Within the pool's last pages SGLang alone would wait for ever, or answer with no token."""
+    """Without our limit, a request that needs the pool's last pages would wait for ever, or get no token."""
     longest = LONGEST - 1 - 5 - 1
     assert len(generate(engine, [[7] * longest], 3)[0]["output_ids"]) == 3
     assert len(generate(engine, [[7] * 730], 4000)[0]["output_ids"]) == LONGEST - 1 - 730 - 1

@@ -44,7 +44,7 @@ def test_two_ranks_answer_as_one(quantised: bool, tmp_path: Path) -> None:
 
     In fp32 that moves a log-probability by some 1e-6 (32 products of a random network, each 1e-7); 1e-3 is far below
     the distance of the likeliest two tokens. Quantised activations turn it into 0.1 and now and then into a whole logit
-    (a rounding or an expert flips), so there the distributions after each token of the prompt are compared: the median
+    (a rounding or an expert flips); then the distributions after each token of the prompt are compared: the median
     divergence of two ranks from one must be below 5 % of that of two neighbouring tokens. Measured: 0.009 of 1.9. The
     order for a number of ranks is fixed, so two ranks repeat their answers bitwise, cached or not.
     """

@@ -26,7 +26,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}
 
 
 WITH_OVERLAP_ONLY = pytest.mark.parametrize("schedule", ["overlap"], indirect=True, scope="module")
-"""For reports of a server, which do not depend on the schedule."""
+"""For tests of a server's reports, which do not depend on the schedule."""
 
 
 @pytest.fixture(scope="module", params=["overlap", pytest.param("no-overlap-retracting", marks=pytest.mark.slow)])
@@ -48,7 +48,7 @@ def server(
 
 @pytest.fixture(scope="module", autouse=True)
 def log_begin(server: Server) -> int:
-    """Length of the log before this module: the session's server has answered wrong requests of other modules."""
+    """Length of the log before this module: other modules have sent invalid requests to the session's server."""
     return len(server.log)
 
 
@@ -91,15 +91,15 @@ def test_cached_equals_cold(server: Server, remainder: int) -> None:
 
 @pytest.fixture(scope="module")
 def answers_alone() -> dict[tuple[int, ...], list[tuple[float, int]]]:
-    """The first server's answers alone, which are the other one's as well."""
+    """Answers of prompts alone, filled by the first server; the other server must give the same answers."""
     return {}
 
 
 def test_concurrent_requests_with_shared_prefixes(
     server: Server, schedule: str, answers_alone: dict[tuple[int, ...], list[tuple[float, int]]]
 ) -> None:
-    """Twelve requests at once over three prefixes: some hit, some race, some wait for a slot (six of them) or for pages
-    (24 on the other server); all answer as they do alone."""
+    """Twelve requests at once over three prefixes: some hit, some race, some wait for a request slot (without
+    overlap there are six) or for pages (with overlap, 24); all answer as they do alone."""
     prefixes = [some(10 + i, 700 + 150 * i) for i in range(3)]
     prompts = [prefixes[i % 3] + some(20 + i, 30 + 17 * i) for i in range(12)]
     for prompt in prompts:

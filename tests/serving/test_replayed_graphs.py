@@ -107,7 +107,7 @@ def test_the_next_drafts_are_the_same_outside_of_the_graph(server: Server, repla
 
 
 def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
-    """Runs last: and no check of SGLang's or ours has ended the server."""
+    """Runs last: no check of SGLang's or ours has ended the server."""
     for runner, width in RUNNERS[replaying.algorithm].items():
         assert replayed_graphs.LINE.format(runner, width) in replaying.server.log
     assert replaying.server.is_alive()

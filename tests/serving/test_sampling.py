@@ -77,7 +77,7 @@ def test_log_probabilities_do_not_depend_on_sampling_of_others(server: Server) -
 
 @pytest.mark.parametrize("options", LIMITS, ids=LIMIT_IDS)
 def test_a_seed_decides_the_answer(server: Server, options: dict[str, float]) -> None:
-    """SGLang drops seeds unless it runs deterministically, which our backend does not offer."""
+    """SGLang alone ignores seeds without --enable-deterministic-inference, which this server does not have."""
     drawn = [tuple(tokens(server, temperature=1.5, sampling_seed=seed, **options)) for seed in (1, 1, 2, -5)]
     assert drawn[0] == drawn[1]
     assert len(set(drawn)) == 3

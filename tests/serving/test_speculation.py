@@ -1,7 +1,7 @@
 """Speculation through SGLang's server on a CPU: answers have the same tokens and log-probabilities as without it.
 
 Proposals come from an oracle (`oracle_drafts`), so that blocks are accepted up to every position. The server without
-speculation is the session's; those with it also keep prefixes in host memory and files.
+speculation is the session's; the servers with it also keep prefixes in host memory and files.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> 
 
 def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
     """Prefixes of prefills, and of a conversation whose last page decoding filled: first other requests fill the pool,
-    then it is flushed. `test_draft_tails` shows that the draft's own proposals are the same there."""
+    then it is flushed. `test_draft_tails` shows that the draft's own proposals are the same, too."""
     first, talk = random_prompts(10, [1100, 240])
     answers = ask(speculating.server, [first, talk], 2, max_new_tokens=40)
     prompts = [[*first, 5], [*first[:560], 6, 7], [*talk, *answers[1]["output_ids"][:30], 9]]

@@ -3,7 +3,7 @@
 A small checkpoint of random weights with the released attention. Proposals come from an oracle (`oracle_drafts`), so
 that blocks are accepted up to every position. Requests run one at a time with graphs of their own size, so that a
 server without graphs launches the same kernels: every token has to be the same. In batches the products' last bits
-depend on the batch, except under --enable-deterministic-inference: there every answer has to be that of a server
+depend on the batch, except under --enable-deterministic-inference: with it every answer has to be that of a server
 without speculation.
 """
 

@@ -12,7 +12,7 @@ from model.oracle import as_stored, configuration, random_weights, write_checkpo
 from model.reference import FULL, OFF, Quant
 from model.served import SCHEDULES, SEED, Served
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))  # for experts that are computed there
+sys.path.append(str(Path(__file__).resolve().parents[1] / "emulator"))  # for experts that the emulator computes
 
 # These dimensions are far too small for a second thread, whose barriers cost more than it gains.
 torch.set_num_threads(1)

@@ -78,7 +78,7 @@ def test_the_environment_is_read_in_the_tables_only() -> None:
 
 
 def test_every_switch_has_a_reader() -> None:
-    """A module that names it, besides the tables."""
+    """A module other than the tables names each switch."""
     text = "\n".join(path.read_text() for path in sources() if str(path.relative_to(ROOT)) not in TABLES)
     for switch in env.SWITCHES:
         assert f'"{switch.name}"' in text, switch.name

@@ -51,8 +51,8 @@ class ToyRing:
         self.rows = torch.full((slots * self.ring, 2, halves * D), float("nan"))
 
     def forward(self, chunks: list[tuple[int, int, torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """The closed entries by request slot after one forward over (slot, first position, kv, score) of several
-        requests."""
+        """Run one forward over several requests' (slot, first position, kv, score); return the closed entries by
+        request slot."""
         num_state, sources, owners, first_token = len(self.rows), [], [], 0
         for slot, begin, kv, _ in chunks:
             end = begin + len(kv)

@@ -1,6 +1,6 @@
 """compress_store: the definition against its parts; the kernels, emulated, against float64 and the definition's bytes.
 
-Regimes: requests whose groups lie in the batch, in the state and in both; first groups of a sequence, which have no
+Regimes: requests whose compression groups lie in the batch, in the state and in both; first groups, which have no
 predecessor; open groups and padding; positions up to 2**20; chunks, and batches of one to six tokens a request, with
 rings of the minimal size; all stored forms; tables, states and tails beyond 2**31 bytes. Memory that is no source is
 NaN, as is memory that must not be written.
@@ -142,7 +142,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 
 def run(kernel: str, f: Forward, schedule: str = "late", seed: int = 0, launches: int | None = None) -> Forward:
-    """Runs a forward in the emulator with all its checks on; warnings fail."""
+    """Run a forward in the emulator with all its checks on; warnings fail."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.compressor import gpu
@@ -169,7 +169,7 @@ def assert_state(setting: Setting, f: Forward, untouched: Forward) -> None:
 
 
 def assert_allowed(setting: Setting, f: Forward) -> None:
-    """Every entry is in an allowed row, most of its numbers are the only ones allowed, and no other row is written."""
+    """Check that entries are in their allowed intervals, most of which are one number, and no other row is written."""
     for which, dim in enumerate(setting.all_dims):
         entries, certain = f.entries(which), []
         for (slot, number), row in entries.items():
@@ -271,7 +271,7 @@ UNIFORM = {
 
 
 def uniform_requests(ratio: int, k: int) -> list[Request]:
-    """Requests for every position of a group's end among k tokens, two that close none if k allows it, and padding."""
+    """Return requests whose group ends at various of the k tokens, two that close none if k allows it, and padding."""
     ends = [ratio * (5 + i) - 1 - i for i in range(0, min(k, ratio), 1 + min(k, ratio) // 8)]
     others = [ratio * 3, FAR] if k <= ratio - 2 else []
     begins = [0, *ends, *others]

@@ -211,8 +211,8 @@ def arch(request: pytest.FixtureRequest, compiled_here: None, nan_memory: None) 
 
 
 def emulate(arch: str, call: Callable[[], object], fn: Tensor | None = None, **options: object) -> object:
-    """The results of a call in the emulator, with all its checks on; it launches one kernel. fn: weights, constant
-    memory."""
+    """Return the results of a call, which must launch one kernel, in the emulator with all its checks on. `fn` is
+    marked as constant memory."""
     from ptx_emulator import Checks, emulated
 
     with emulated(checks=Checks.strict(), arch=arch, **options) as device:
@@ -271,7 +271,7 @@ def test_the_kernel_makes_a_boundary(arch: str, num_tokens: int, tokens: int) ->
 
 
 def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
-    """A token alone, at other indices of groups of other sizes, and in other batches."""
+    """A token has the same bits alone, at other indices of token groups of other sizes, and in other batches."""
     i = inputs(11, 1024, seed=5)
     together = boundary(arch, i, 8)
     for order, tokens in (([7], 1), ([10, 7, 3], 2), ([3, 0, 7, 10, 1], 4), ([7, 7, 10, 9, 3], 8)):
@@ -310,8 +310,8 @@ def test_products_have_all_bits_of_fn(arch: str, tokens: int) -> None:
     """Inputs for which every fp32 sum is exact: streams of -1, 0 and 1, and fn of 18 bits, of which tf32 alone would
     keep 11.
 
-    A missing half of fn, or a channel multiplied with another one's column, is off by 1e-4 and more. The remaining
-    error comes from the norm, scale and base, and the sigmoid.
+    A missing half of fn, or a channel multiplied with another channel's column, causes errors of 1e-4 and more. The
+    remaining error comes from the norm, scale and base, and the sigmoid.
     """
     g, i = torch.Generator().manual_seed(tokens), inputs(5, 1024, seed=tokens)
     signs = (torch.randint(-1, 2, (5, 4, 1024), generator=g) * (torch.rand(5, 4, 1024, generator=g) < 0.03)).bfloat16()
@@ -339,7 +339,7 @@ def test_stages_are_filled_again(arch: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_teams_take_one_group_after_the_other(arch: str, schedule: str) -> None:
-    """Two clusters with two teams each: one team has three groups, the last of three tokens, the others have two."""
+    """Two clusters of two teams: one team has three token groups, the last with three tokens; the others two."""
     i = inputs(67, 1024, seed=6)
     out = boundary(arch, i, 8, teams=2, schedule=schedule, seed=4, multiprocessors=16)
     check_boundary(out, i)
@@ -414,7 +414,7 @@ def test_which_plan() -> None:
 
 
 def test_the_other_functions(arch: str) -> None:
-    """The other functions, each with its results alone; the norm's weight in bf16, and a head's rows of fn."""
+    """Functions other than `hc_boundary`, each with its results alone; a norm weight in bf16, a head's rows of fn."""
     from dsv4_kernels.hyper_connection import gpu
 
     def run(name: str, *arguments: object) -> object:

@@ -233,7 +233,7 @@ def test_it_is_the_definition_s_product() -> None:
     reference = grouped_linear_fp8_weight(x, codes, scale, rotation, impl="ref")
     exact = torch.einsum("tgk,gnk->tgn", turned.double(), plain(codes, scale).double())
     magnitude = torch.einsum("tgk,gnk->tgn", turned.double().abs(), plain(codes, scale).double().abs())
-    # A channel that is turned may be another bf16 where its fp32 lies between two: cosines differ in their last bits.
+    # Cosines differ in their last bits, so a rotated channel midway between two bf16 numbers may round to the other.
     bound = 1024 * 2.0**-24 * magnitude + 2.0**-8 * exact.abs()
     for out, slack in ((got, 2.0**-15), (reference, 0.0)):
         assert ((out.double() - exact).abs() <= bound + slack * magnitude).all()
@@ -438,7 +438,7 @@ def test_registers_and_shared_memory() -> None:
 
 @CUTLASS
 def test_shared_memory_is_read_without_conflicts() -> None:
-    """Over a whole K, and the sums; except the turns."""
+    """Over the whole of K, and for the segments' sums; the rotation is left out."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu

@@ -357,7 +357,7 @@ def test_plans_that_are_not_made() -> None:
 
 
 def test_narrow_weights_have_narrow_tiles() -> None:
-    """On 132 multiprocessors most have a tile, and the kernels compiled ahead are those that calls get."""
+    """Most of 132 multiprocessors get a tile, and calls get exactly the kernels that are compiled ahead."""
     from dsv4_kernels.linear import fp8
     from dsv4_kernels.linear.fp8_plan import TOKENS, chosen, tile_rows
 
@@ -430,7 +430,7 @@ def hopper() -> Iterator[torch.device]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_hopper_gpu_multiplies(hopper: torch.device, layer: str) -> None:
-    """Flash's layers: right results, and a token's bits are those that it has alone, in every plan."""
+    """Flash's layers: right results, and in every plan a token has the bits that it has alone."""
     rows, channels = LAYERS[layer]
     codes, scales, weight, weight_scale = (x.to(hopper) for x in operands(128, rows, channels))
     whole = linear_fp8(codes, scales, weight, weight_scale, impl="sm90")

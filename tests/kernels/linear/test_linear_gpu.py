@@ -1,6 +1,6 @@
 """The batch-invariant products, emulated: against float64, and the same bits from every tile, in every batch.
 
-Regimes: K of one chunk and less, with segments of unequal length and of none, and ends inside a chunk; one row and
+Regimes: K of one chunk and less, with segments of unequal length and empty ones, and ends inside a chunk; one row and
 token too many for a tile, and one too few; output groups; operands and results with gaps, filled with NaN; rows far
 apart.
 """
@@ -112,7 +112,7 @@ def test_an_instruction_sums_16_consecutive_channels(kernel: str, tile: str) -> 
 
 @pytest.mark.parametrize("channels", [24, 192, 584], ids="K{}".format)
 def test_channels_are_summed_in_order(kernel: str, channels: int) -> None:
-    """Also with an end inside an instruction, segments of unequal length and of none."""
+    """Also with an end inside an instruction, with segments of unequal length and with empty ones."""
     x, weight = normal(5, 2, channels, seed=14), normal(2, 17, channels, seed=15)
     x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
     expected = in_order(x, weight)
@@ -308,7 +308,7 @@ def test_registers(kernel: str, tile: str) -> None:
 
 @pytest.mark.parametrize(("major", "default"), [(9, "sm90"), (10, "cublas"), (8, "cublas")])
 def test_who_multiplies(monkeypatch: pytest.MonkeyPatch, major: int, default: str) -> None:
-    """On Hopper these kernels, which are as fast as cuBLAS; on Blackwell only where batch invariance is required."""
+    """Hopper uses these kernels, which are as fast as cuBLAS; Blackwell only where batch invariance is required."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     cuda = torch.device("cuda", 0)

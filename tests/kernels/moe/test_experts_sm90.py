@@ -160,7 +160,7 @@ QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1)]
     [pytest.param(*point, marks=() if point in QUICK else pytest.mark.slow) for point in SCHEDULES],
 )
 def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int) -> None:
-    """The result depends neither on the schedule nor on the slot that a pair gets by it."""
+    """The result depends neither on the schedule nor on the slot that a (token, expert) pair gets under it."""
     from ptx_emulator import Checks
 
     expected, _ = launched(CASES[name], schedule="eager")
@@ -172,7 +172,7 @@ def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int)
 def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
     """A token has the same bits in tiles of every compiled width, in all shapes, and on other multiprocessors.
 
-    One expert has all tokens, so that their number is the width of its tile.
+    One expert gets all tokens, so that the number of tokens is the width of its tile.
     """
     from ptx_emulator import emulated
 
@@ -195,7 +195,7 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
 
 @functools.cache
 def of_many_tokens() -> Tensor:
-    """Both products of the widest tile's number of tokens of one expert, in tiles of 32."""
+    """Return the result of as many tokens of one expert as the widest tile holds, computed in tiles of 32."""
     most = shapes()["wide"].slots
     case = Case(most, chosen=1, experts=2, channels=256, one_expert=True, multiprocessors=3)
     return launched(case, "narrow")[0]
@@ -360,7 +360,7 @@ def test_the_estimate_counts_what_is_listed(shape: str) -> None:
 
 
 def test_the_estimate_is_near_what_was_measured() -> None:
-    """Estimates for an H200 with all tokens at six experts are near the measured times; paired tiles pay there."""
+    """Estimates for an H200 with all tokens at six experts are near the measured times; paired tiles pay for them."""
     from lib import experts_sm90_static as static
     from lib.experts_inputs import MODELS
 
@@ -532,7 +532,7 @@ def test_nothing_waits_for_the_device(nothing_waits: None) -> None:
 
 
 def test_pairs_are_taken_where_multiprocessors_stay_busy() -> None:
-    """At least as many tiles as multiprocessors; never if a product has an odd number of steps."""
+    """Pairs need at least as many tiles as multiprocessors, and an even number of K steps in both products."""
     from dsv4_kernels.moe.sm90 import launch
 
     packed = arranged(2, 512, 256)  # four row tiles in both products

@@ -190,7 +190,7 @@ def test_few_heads_are_16_at_most() -> None:
     ("window", "entries", "split_keys", "parts"),
     [
         # (tokens, parts): 132, 66, 33 and 16 clusters of 1, 2, 4 and 8 CTAs fit, and twice as many if two CTAs share a
-        # multiprocessor, which costs more time than one or two tiles.
+        # multiprocessor; sharing costs more time than one or two tiles.
         (128, 512, None, ((1, 8), (16, 8), (17, 4), (33, 4), (34, 2), (132, 2), (133, 1))),  # ten tiles
         (128, 896, None, ((1, 8), (16, 8), (17, 4), (66, 4), (67, 2))),  # sixteen tiles: two for each of eight CTAs
         (128, 1024, None, ((1, 4), (66, 4), (67, 2), (132, 2), (133, 1), (4096, 1))),  # eighteen

@@ -120,7 +120,7 @@ def test_random_case(seed: int) -> None:
     ("name", "cooperative"), [("csa_512-fp8", False), pytest.param("split_512-fp8", True, marks=pytest.mark.slow)]
 )
 def test_it_may_begin_early(name: str, cooperative: bool) -> None:
-    """Unless its CTAs wait for each other."""
+    """A launch begins early unless its CTAs wait for each other."""
     case = build(CASES[name])
     with launched_early(cooperative):
         out = launch(case)

@@ -54,7 +54,7 @@ def as_bits(rows: Tensor) -> np.ndarray:
 
 
 def filled(num_rows: int, named: Tensor, seed: int = 0) -> KVRows:
-    """Parts with noise in the named rows and NaN in the others; gaps between pages depend on the seed."""
+    """A table with noise in the named rows and NaN in the others; gaps between its pages depend on the seed."""
     rows = KVRows.allocate(num_rows, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", NAN)
     rows.scatter(named, torch.randn(len(named), 512, generator=torch.Generator().manual_seed(seed)).bfloat16())
     return replace(rows, storage=strided(rows.storage, 0, page_gap(seed)))

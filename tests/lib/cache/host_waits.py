@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnDevice(Tensor):
-    """A tensor that is on the GPU in a server; results of operations on it are such tensors as well."""
+    """A tensor that is on the GPU in a server; results of operations on it are on the GPU, too."""
 
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__contains__")
@@ -20,7 +20,7 @@ FROM_HOST = ("tensor", "as_tensor", "from_numpy", "asarray")
 
 
 class NoWaiting(TorchFunctionMode):
-    """Fails on operations that make the host wait for a device; records the operations launched there."""
+    """Fails on operations that make the host wait for a device; records the operations launched on it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ def experts() -> str:
 
 
 def experts_floor() -> str:
-    """Share of the floor (the touched experts' weights read once) that our time reaches."""
+    """The floor (the touched experts' weights read once) over our time."""
     found = {case["name"]: case for case in load("experts_h200")["cases"]}
     tokens = EXPERT_TOKENS[:6]
 

@@ -44,7 +44,7 @@ def served(name: str, wanted: list[tuple[str, str, int, str]]) -> str:
 
 
 def churn_sweep() -> str:
-    """Sessions that come back: hit rate and tok/s of both servers, by number of sessions."""
+    """Returning sessions: hit rate and tok/s of both servers, by number of sessions."""
     cells: dict[int, dict[str, Any]] = {}
     for row in load("serve_ab_h200")["rows"]:
         if row["work"] == "churn_sweep":
@@ -208,7 +208,7 @@ def deterministic() -> str:
 
 
 def deterministic_price() -> str:
-    """tok/s under the flag over those of the default."""
+    """Ratio of tok/s under the flag to tok/s by default."""
     labels = {
         "decode": "decode, requests: {}",
         "prefill_8192": "prefill, eight prompts of 8K",

@@ -34,9 +34,9 @@ def launch(
 ) -> tuple[Tensor, Device]:
     """Return (out, the emulated device) of one call, with the options of `emulated`.
 
-    Result and partial results of earlier calls are NaN before. An `out` that is not given has gaps, which must stay
-    unchanged. Afterwards the counters are zero, as the next launch needs them; no launch of a `persistent` kernel had
-    more CTAs than multiprocessors, and the emulator gave no warning.
+    Before the call, `out` and the scratch memory of earlier calls are filled with NaN. Without `out` the result has
+    gaps, which must stay unchanged. After it the counters must be zero, as the next launch needs them; no launch of a
+    `persistent` kernel may have more CTAs than multiprocessors, and the emulator must give no warning.
     """
     from ptx_emulator import emulated
 

@@ -115,10 +115,10 @@ def forward(
     Args:
         setting: the layer.
         requests: no two in one slot. Slot 0 is a padding request, which closes and keeps nothing.
-        tokens_per_request: of a uniform batch, which keeps all tokens; otherwise those that later entries need.
-        overlaps: (slot, position) -> slot of the tail of the request's four tokens before it.
+        tokens_per_request: of a uniform batch, whose tokens are all kept; None keeps those that later entries need.
+        overlaps: (request slot, position) -> slot of the tail that keeps the four tokens before the position.
         seed: of the entries' slots.
-        open_groups: number of groups without sources before a chunk's.
+        open_groups: number of groups without sources, in front of the requests' groups.
     """
     ratio, parts, ring = setting.ratio, setting.parts, setting.ring
     num_states, order = SLOTS * ring, torch.randperm(TABLE_ROWS, generator=torch.Generator().manual_seed(seed)).tolist()

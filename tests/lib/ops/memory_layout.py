@@ -77,7 +77,7 @@ def far_apart(x: Tensor, row_gap: int = 8) -> Tensor:
 
 
 def use_in_place(device: Device, *tensors: Tensor | None) -> None:
-    """Let launches of the emulated device use the large ones of these CPU tensors in place."""
+    """Let launches of the emulated device use these CPU tensors in place if they are large; small ones are copied."""
     for tensor in tensors:
         if tensor is not None and tensor.untyped_storage().nbytes() >= LARGE_BYTES:
             device.memory.use_in_place(tensor)

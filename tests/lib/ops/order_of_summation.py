@@ -27,8 +27,8 @@ def segments(channels: int) -> list[range]:
 def channels_that_sum_together() -> tuple[Tensor, Tensor, Tensor]:
     """Return x [32, 1, 512] bf16, a weight [1, 512, 512] of 0, 1 and -1, and their product, exact in fp32 and bf16.
 
-    Token t has a huge number in the first and in the last channel of the t-th 16, which every row adds and subtracts.
-    Row c adds 1 in channel c, unless c is such a channel. Within a segment the 1 remains if c is in a later
+    Token t has a huge number in the first and in the last of the t-th 16 channels, which every row adds and subtracts.
+    Row c adds 1 in channel c, unless c is one of these two channels. Within a segment the 1 remains if c is in a later
     instruction; in the same or an earlier one it is lost next to the huge number. In other segments it remains.
     """
     channel, sixteen = torch.arange(CHANNELS), torch.arange(CHANNELS // TOGETHER)

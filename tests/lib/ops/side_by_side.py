@@ -39,8 +39,8 @@ CASES = {
     "few_tokens": Spec(tokens=2, entry_lengths=(512,)),
     "two_blocks_of_heads": Spec(tokens=24, heads=128, entry_lengths=(1024, 300), split_keys=256),
 }
-"""Names of cases: more items than CTAs; parts of tokens, more than CTAs; pieces of tokens for as many CTAs as there
-are; clusters on Hopper; pairs of CTAs on Blackwell."""
+"""Cases, in order: more work items than CTAs; parts of tokens, more than CTAs; pieces of tokens for as many CTAs as
+there are; clusters on Hopper; pairs of CTAs on Blackwell."""
 
 
 # ---- a kernel that occupies multiprocessors
@@ -163,8 +163,8 @@ def beside_a_kernel_that_holds_the_gpu(kernel: str) -> None:
 
 
 def two_launches_beside_a_kernel_that_holds_the_gpu(kernel: str, priorities: tuple[int, int] = (0, 0)) -> None:
-    """The first launch's CTAs are on half of the GPU when the other half is released, which the second launch's CTAs
-    want."""
+    """The first launch's CTAs occupy half of the GPU; then the other half, for which the second launch's CTAs wait, is
+    released."""
     for first, second in (("parts", "parts"), ("pieces", "parts"), ("parts", "pieces"), ("pieces", "pieces")):
         cases = prepared([first, second], kernel, priorities)
         outs = [torch.empty_like(case.q) for case, _, _ in cases]

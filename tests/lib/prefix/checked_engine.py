@@ -18,7 +18,7 @@ class CheckedEngine(ReplayEngine):
 
     device: dict[int, tuple[int, ...]]
     host: dict[int, tuple[int, ...]]
-    rings: dict[int, tuple[int, ...]]  # by request slot: the tokens that its rings are of
+    rings: dict[int, tuple[int, ...]]  # by request slot: the tokens whose rows its rings hold
 
     @classmethod
     def of(cls, engine: ReplayEngine) -> CheckedEngine:
@@ -95,7 +95,7 @@ def some(rng: random.Random, count: int) -> list[int]:
 def retract_or_finish(
     engine: CheckedEngine, rng: random.Random, running: list[Running], stems: list[list[int]]
 ) -> None:
-    """End one of the running requests; the tokens of a finished request become one of the last twelve stems."""
+    """End a random running request. `stems` gets a finished request's tokens and keeps its last twelve elements."""
     request = running.pop(rng.randrange(len(running)))
     if request.length < request.prompt_tokens or rng.random() < 0.2:
         engine.retract(request)

@@ -1,7 +1,7 @@
 """A replay without a model over three tiers, in which a page's bytes are the digest of the prefix that it ends.
 
-So a page that was saved too late, loaded too early, from another slot or into another page is seen by the next request
-that reads it. Tails are as in `checked_engine`; the storage backend is a dict that may fail.
+So a page that was saved too late, loaded too early, from another slot or into another page is noticed by the next
+request that reads it. Tails are as in `checked_engine`; the storage backend is a dict that may fail.
 """
 
 from __future__ import annotations

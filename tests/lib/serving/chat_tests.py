@@ -77,9 +77,9 @@ def reasoned(server: Server, checkpoint: Path) -> tuple[str, str]:
     """Return the reasoning and the answer that the model is forced to give, streamed and not: one word, the end of its
     thought, and then the string of a regular expression.
 
-    The word's bias is the highest by 4. Once it has been generated, its penalties of 4 and the logits themselves, or a
-    second time, make `</think>` the likeliest token. The expression applies after it, which SGLang knows through its
-    reasoning parser alone.
+    The word has the highest bias, by 4. Its penalties are 4 once it has been generated, and 6 after a second time: then
+    `</think>` is the likeliest token, after the first time only if the logits make it so. The expression applies after
+    `</think>`, which SGLang knows through its reasoning parser alone.
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     (word,), (end,) = (tokenizer.encode(text, add_special_tokens=False) for text in (" because", "</think>"))

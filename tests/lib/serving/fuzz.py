@@ -1,7 +1,7 @@
 """Seeded random requests over all public routes of a server, made from its own OpenAPI document, many of them invalid.
 
 A value follows its schema, or has another type, the limit of a type, or is empty; a field may be missing or unknown.
-What a request may ask for is bounded: tokens of an answer, prompts at once.
+Requests are bounded in the tokens of an answer and in prompts at once.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def become_spawned(its: socket.socket) -> None:
     while len(body) < int.from_bytes(length, "little"):
         body += its.recv(1 << 16)
     args, descriptors, env = json.loads(body)
-    # First to free numbers: the parent's pickle names the descriptors by number.
+    # Duplicated to high numbers first: the parent's pickle names descriptors by numbers that may be in use here.
     high = [duplicate_above(descriptor, 1000) for descriptor in received]
     its = socket.socket(fileno=duplicate_above(its.detach(), 1000))
     for source, descriptor in zip(high, descriptors, strict=True):

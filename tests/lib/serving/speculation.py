@@ -27,13 +27,13 @@ FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(M
 FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
 HOST_TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
 HOST_TIERS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
-# Both have the same target: a checkpoint's draft is drawn after it, from the same seed.
+# Both have the same target: random weights of the draft are drawn after those of the target, from the same seed.
 ALGORITHMS = {
     "EAGLE": (PRESETS["tiny"], 3, ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1")),
     "DSPARK": (replace(PRESETS["tiny"], dspark_markov_rank=32, dspark_target_layer_ids=(1, 2, 3)), 5, ()),
 }
 NO_EPILOGUE = "DSPARK, acceptance outside of the graph"
-"""A name in place of an algorithm's: DSPARK whose acceptance the host launches after a verify step."""
+"""A name used like an algorithm's: DSPARK whose draft acceptance the host launches after a verify step."""
 
 
 def algorithm_and_switch(name: str) -> tuple[str, dict[str, str]]:

@@ -92,7 +92,7 @@ def test_a_chain_of_drafts_needs_no_mask_over_the_context(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("is_draft", [False, True], ids=["target", "draft"])
 def test_a_prefix_without_window_rows(is_draft: bool) -> None:
-    """Neither may continue: it would read another request's rows."""
+    """Neither target nor draft may continue such a prefix: it would read another request's rows."""
     engine = Engine(DRAFT, Sequences(DRAFT, 320))
     engine.forward(ForwardMode.EXTEND, [(0, 300), (1, 300)])
     engine.pool.is_draft = is_draft

@@ -2,8 +2,7 @@
 
 The grids cover: chunk edges inside and at the ends of CSA groups (4), windows and HCA groups (128) and pages (256);
 prompts of 1-3 tokens after a long one in the same request slot; decode across all boundaries; verify with rejected
-drafts;
-padding; idle.
+drafts; padding; idle.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def required() -> Iterator[None]:
 
 @pytest.mark.usefixtures("hopper", "required")
 def test_under_the_flag_its_op_must_be_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernel is."""
+    """Hopper's kernel is batch-invariant."""
     dims = torch.device("cuda", 0), torch.bfloat16, 512
     assert not checks.problems_of_ops(*dims)
     assert registry.chosen("linear_fp8", *dims[:2]).name == "sm90"
@@ -237,7 +237,7 @@ def test_under_the_flag_its_op_must_be_batch_invariant(monkeypatch: pytest.Monke
 
 
 def test_under_the_flag_more_tokens_must_be_deep_gemm_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepGEMM has the bits of our product; a prompt has other numbers of tokens than an answer."""
+    """DeepGEMM has the bits of our product; another product would give a long prompt other bits than a decode step."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization import fp8_utils
 

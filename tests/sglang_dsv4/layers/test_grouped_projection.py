@@ -120,7 +120,7 @@ def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
 
 
 def test_the_expanded_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
-    """A buffer stays, which SGLang keeps while a server sleeps."""
+    """It is a buffer, because SGLang keeps buffers while a server sleeps."""
     model = build("both")
     assert "attn.wo_a.expanded" not in model.state_dict()
     assert "attn.wo_a.expanded" in dict(model.named_buffers())
@@ -237,7 +237,7 @@ def projected(model: nn.Module, tokens: int, quantises: bool) -> tuple[Tensor | 
     ],
 )
 def test_all_have_the_same_bits(build: Build, in_fp8: str, tokens: int, one_launch: bool, quantises: bool) -> None:
-    """Few tokens need one launch; many need those of bf16, after an expansion where bf16 is not kept."""
+    """Few tokens need one launch; many need the launches of a bf16 weight, expanded first where it is not kept."""
     expected, launches = projected(build("bf16"), tokens, quantises)
     got, few_launches = projected(build(in_fp8), tokens, quantises)
     assert launches == (3 if quantises else 2)

@@ -47,7 +47,7 @@ print("RESULT", keeps(gathered), keeps(reduced), all(torch.equal(x, same[0]) for
 
 
 def test_a_row_has_the_same_sum_anywhere_in_a_batch() -> None:
-    """On three ranks over gloo. In its ring all-reduce the order of summation depends on the place in the message."""
+    """On three ranks over gloo. In its ring all-reduce the order of summation depends on the index in the message."""
     from serving.server import free_port
 
     command = [sys.executable, "-c", IN_RANKS]
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_sum_anywhere_in_a_batch() -> None:
 
 
 def test_parts_are_sent_in_bf16_on_a_gpu_without_the_flag() -> None:
-    """The attention's parts are sent in bf16 there, too. A model in fp32 sends fp32."""
+    """This includes the attention's parts. A model in fp32 sends fp32."""
     cases = {(CUDA, torch.bfloat16): torch.bfloat16, (CPU, torch.bfloat16): torch.float32}
     cases |= {(CUDA, torch.float32): torch.float32, (CPU, torch.float32): torch.float32}
     for (device, dtype), expected in cases.items():

@@ -26,7 +26,7 @@ TESTS = Path(__file__).resolve().parents[2]
 
 
 def in_ranks(what: str, ranks: int, *arguments: object) -> None:
-    """Results of every comparison of `sharded_ranks`, on every rank."""
+    """Run `sharded_ranks` on all ranks; fail unless every comparison holds on every rank."""
     from serving.server import free_port
 
     cores = cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))

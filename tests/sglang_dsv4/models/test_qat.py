@@ -51,7 +51,7 @@ class Run:
         return self.record("selected", layer)[:, : PROMPT // 4] if self.ratio(layer) == 4 else None
 
     def attention(self, reference: Reference, layer: int, selected: Tensor | None = None) -> dict[str, Tensor]:
-        """The reference's (output, internal tensors) for our input, in its own dtype."""
+        """The reference's internal tensors, and its output as "out", for our input, in its own dtype."""
         trace = Trace()
         x = self.record("attn.in", layer).to(reference.dtype)
         output = reference.attention(x, f"layers.{layer}.", self.ratio(layer), trace, selected)

@@ -158,7 +158,7 @@ def test_after_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
 
 
 def test_other_weights_of_a_draft_are_another_identity(engine: DraftingEngine) -> None:
-    engine.flush()  # the engine's storage was opened before its draft was there
+    engine.flush()  # the engine's storage backend was opened before its draft existed
     identity = dict(engine.cache.storage.backend.identity)
     shared = {parameter.data_ptr() for parameter in engine.harness.runner.model.parameters()}
     own = [p for p in engine.draft.runner.model.parameters() if p.data_ptr() not in shared]

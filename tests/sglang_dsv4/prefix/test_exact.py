@@ -149,7 +149,7 @@ def not_in_decode(init_forward_metadata: Callable[[ForwardBatch], None]) -> Call
 
 
 def test_after_a_split(engine: ServedEngine) -> None:
-    """A learned branch point inside a stored stretch: the third request with that prefix starts there."""
+    """A learned branch point inside a stored stretch: the third request with that prefix starts at it."""
     prefix = some(8, 700)
     prompt = prefix + some(9, 60)
     expected = cold(engine, prompt, [])

@@ -24,7 +24,7 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
 
 QUICK_REMAINDERS = ("0-mod-4", "127-mod-128", "255-mod-256")
-"""The others are slow: they differ within a compression group, which `test_exact` has for all remainders."""
+"""Tests of other remainders are slow; `test_exact` tests all remainders within a compression group."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def cold(engine: ServedEngine, prompt: list[int], output: list[int]) -> Tensor:
 def test_from_host_memory_and_from_files(engine: ServedEngine, remainder: int) -> None:
     """A shared prefix of 512 + remainder tokens, another end, and decoding over a page boundary.
 
-    First it is not on the device; then, after a flush, neither there nor in host memory.
+    First the prefix is not on the device; then, after a flush, it is neither on the device nor in host memory.
     """
     prefix, output = some(1 + remainder, 512 + remainder), some(2, 8)
     prompt = prefix + some(3, -(len(prefix) + 5) % 256)
@@ -134,7 +134,7 @@ def test_under_pressure(engine: ServedEngine) -> None:
 
 @pytest.mark.parametrize("lost", ["CSA entries", "HCA entries", "indexer keys"])
 def test_a_part_that_is_not_loaded_is_seen(engine: ServedEngine, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault that these tests should notice."""
+    """The comparison with the cold answer notices that one part of a page's record is not loaded."""
     prompt = some(31, 700)
     expected = cold(engine, prompt, [])
     engine.serve(prompt)

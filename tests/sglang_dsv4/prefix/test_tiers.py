@@ -337,7 +337,7 @@ def key_of(prompt: list[int]) -> RadixKey:
 
 
 def test_a_failed_read_shortens_the_hit(backend: Backend) -> None:
-    """Although the look-up found the whole prefix."""
+    """It does so although the look-up found the whole prefix."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)

@@ -52,7 +52,7 @@ def test_an_assignment_from_outside_is_seen() -> None:
 
 
 def test_bytes_know_no_requests() -> None:
-    """`cache/` imports neither `prefix/` nor, but for what the pool carries, the ledger; type checks included."""
+    """`cache/` imports neither `prefix/` nor the ledger, except in the KV pool; imports for type checks count, too."""
     requests = ("dsv4_radix_cache.ledger", "dsv4_radix_cache.accounting")
     imported = {
         (name, module)

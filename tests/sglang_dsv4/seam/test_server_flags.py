@@ -39,7 +39,7 @@ for flags in json.load(sys.stdin):
 
 
 def rows() -> dict[str, str]:
-    """Flags, with their values, -> what the table says of them."""
+    """Flags, with their values, -> the table's words about them."""
     lines = (ROOT / "docs" / "coming_from_sglang.md").read_text().splitlines()
     cells = [line.strip("|").split("|") for line in lines if line.startswith("| `--")]
     return {flags: row[1].strip() for row in cells for flags in re.findall(r"`([^`]+)`", row[0])}

@@ -35,7 +35,7 @@ def test_cuda_graphs_wait_for_kernels() -> None:
 def test_verify_steps_end_as_asked(
     architecture: str, switch: str | None, ranks: int, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model type by which SGLang decides, changed for our models only, and every use of that type in SGLang."""
+    """SGLang decides by the model type, which we change for our models only; the test lists all its uses in SGLang."""
     from sglang.srt import runtime_context
     from sglang.srt.speculative.dspark_components import dspark_verify, dspark_worker_v2
 

@@ -450,7 +450,7 @@ def test_the_draft_of_the_releases_has_as_many_tensors_as_their_index_says() -> 
 def test_products_with_fp8_weights_are_sglangs_layers(main: nn.Module, draft: nn.Module) -> None:
     """On a GPU SGLang compiles DeepGEMM's kernels of a shape, for all numbers of tokens, at a layer's first product.
 
-    A product by other ways would be compiled while requests wait, whenever a number of tokens is met first.
+    A product outside of these layers would be compiled while requests wait, at the first call with each token count.
     """
     from sglang.srt.layers.linear import LinearBase
 

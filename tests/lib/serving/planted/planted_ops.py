@@ -1,7 +1,7 @@
 """Operators that are marked batch-invariant and are not, while a file names them: `op kind` in its only line.
 
-rows     the last bit depends on the number of rows, as in a product whose tile does order    the last bit is random, as
-in a sum by atomics
+* `rows`: the last bit depends on the number of rows, as in a product whose tile depends on it.
+* `order`: the last bit is random, as in a sum by atomics.
 """
 
 from __future__ import annotations
