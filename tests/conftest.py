@@ -49,7 +49,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-LEFT_BY_AN_ENGINE = ("NCCL_GRAPH_REGISTER", "SGLANG_RUN_ID")
+LEFT_BY_AN_ENGINE = ("NCCL_GRAPH_REGISTER", "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_RUN_ID")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -119,7 +119,8 @@ def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
     """With the epilogue, in which rank 0 sends the other rank the number of accepted drafts."""
     ranks = ("--tp", "2")
     prompts = random_prompts(31, [1, 2, 3, 4, 123, 126, 253, 254])
-    with replaying_server("DSPARK", tmp_path, *ranks, env={VERIFY_EPILOGUE: "on"}) as drafting:
+    env = {VERIFY_EPILOGUE: "on", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with replaying_server("DSPARK", tmp_path, *ranks, env=env) as drafting:
         with running_server(tmp_path / "checkpoint", tmp_path / "plain", *FLAGS, *ranks) as server:
             plain = ask(server, prompts, 8, max_new_tokens=12)
         drafting.will_answer(prompts, plain)
