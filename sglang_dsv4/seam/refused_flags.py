@@ -73,6 +73,12 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
             "DSpark's, and it has no MTP module. Leave the flag out."
         )
+    if arguments.tokenizer_worker_num > 1 and arguments.tool_call_parser is not None:
+        raise ValueError(
+            f"sglang-dsv4 does not support --tokenizer-worker-num {arguments.tokenizer_worker_num} with "
+            f"--tool-call-parser {arguments.tool_call_parser}: SGLang loads no plugin in those workers, and they would "
+            "give damaged tool calls to clients. Leave one of the flags out."
+        )
     if arguments.device == "cpu" and arguments.speculative_use_rejection_sampling:
         raise ValueError(
             "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
