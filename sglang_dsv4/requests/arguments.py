@@ -292,7 +292,8 @@ def _may_mean_json(written: str, value: object, types: frozenset[str] | None) ->
     means = {"[": "array", "{": "object", "N": "number", "I": "number", "-": "number"}.get(written[:1])
     if means == "number" and written not in ("NaN", "Infinity", "-Infinity"):
         means = None
-    return written.startswith('"') or (means is not None and (types is None or means in types))
+    in_quotes = written.startswith('"') and (written.endswith('"') or not _STRING.match(written))
+    return in_quotes or (means is not None and (types is None or means in types))
 
 
 def _quoted(text: str) -> str:

@@ -103,11 +103,15 @@ def schemas_of(tools: Iterable[Any]) -> dict[str, Any]:
 def make_parser(
     original: Callable[..., None], parser: Any, recipe: Any, *, parse_tool_calls: bool, **options: Any
 ) -> None:
-    """Make SGLang's parser, which leaves tool calls to `dsml`; runs around its `__init__`."""
-    reads = parse_tool_calls and _request.get() is not None
-    original(parser, recipe, parse_tool_calls=parse_tool_calls and not reads, **options)
-    if reads:
-        set_attribute(parser, PROCESSOR)
+    """Make SGLang's parser, which leaves tool calls to `dsml`; runs around its `__init__`.
+
+    In an answer that is JSON deepseek-recipe replaces all text around the JSON by blanks. Calls would be such text, so
+    there it must not.
+    """
+    if not parse_tool_calls or _request.get() is None:
+        return original(parser, recipe, parse_tool_calls=parse_tool_calls, **options)
+    original(parser, recipe, **{**options, "parse_tool_calls": False, "parse_json_output": False})
+    set_attribute(parser, PROCESSOR)
 
 
 def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> CallProcessor:

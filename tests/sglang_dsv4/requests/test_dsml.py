@@ -108,6 +108,11 @@ REPAIRED = {
         invoke("bash", parameter("command", 'echo "a"', False)),
         '{"command": "echo \\"a\\""}',
     ),
+    "a-string-that-begins-with-a-quoted-word": (
+        Fault.MARKED_JSON,
+        invoke("bash", parameter("command", '"my prog" -f', False)),
+        '{"command": "\\"my prog\\" -f"}',
+    ),
     "an-open-bracket-that-only-a-string-has": (
         Fault.MARKED_JSON,
         invoke("bash", parameter("command", "[ -f x ]", False)),
@@ -169,6 +174,7 @@ BROKEN = {
     "json-that-is-none": (Fault.NO_JSON, invoke("other", parameter("a", 'echo "a"', False))),
     "an-open-array": (Fault.NO_JSON, invoke("write", parameter("lines", "[1, 2", False))),
     "an-open-string": (Fault.NO_JSON, invoke("bash", parameter("command", '"ls', False))),
+    "a-string-with-a-bad-escape": (Fault.NO_JSON, invoke("bash", parameter("command", r'"C:\x"', False))),
     "not-a-number": (Fault.NO_JSON, invoke("bash", parameter("seconds", "NaN", False))),
     "an-infinity": (Fault.NO_JSON, invoke("free", parameter("a", "[-Infinity]", False))),
     "no-value": (Fault.NO_JSON, invoke("bash", parameter("seconds", "", False))),

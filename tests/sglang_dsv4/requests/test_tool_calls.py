@@ -149,6 +149,9 @@ def test_a_call_in_reasoning(routes: Routes, route: str) -> None:
             routes.say(said, sizes=[3] * 100)
             given = routes.ask(route, stream, TOOLS, **thinking)
             assert (given.reasoning, given.text, given.calls) == (reasoning, text, calls), stream
+            if route == "chat":
+                given = routes.ask(route, stream, TOOLS, separate_reasoning=False, **thinking)
+                assert (given.reasoning, given.text, given.calls) == ("", reasoning + text, calls), stream
 
 
 def test_a_marker_that_is_spelled_is_text(routes: Routes) -> None:
@@ -243,6 +246,18 @@ def test_tools_of_messages_and_custom_tools_have_their_schemas(routes: Routes) -
     assert given.calls == [("write", '{"input": "a: ["}')]
     given = routes.ask("responses", False, {}, tools=[{"type": "custom", "name": "write"}])
     assert given.calls == [("write", "a: [")]
+
+
+def test_a_call_in_place_of_a_json_answer(routes: Routes) -> None:
+    """deepseek-recipe makes blanks of the text around JSON, and would of calls."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": False}}
+    call = block(invoke("open", parameter("a", '{"b": 1}', JSON)))
+    for stream in (False, True):
+        routes.say(call, sizes=[3] * 90)
+        given = routes.ask("chat", stream, TOOLS, response_format=schema)
+        assert given == Given("", "", [("open", '{"a": {"b": 1}}')], "tool_calls")
+        routes.say('{"x": 1}', sizes=[3] * 90)
+        assert routes.ask("chat", stream, TOOLS, response_format=schema).text == '{"x": 1}'
 
 
 def test_another_models_answers_are_left_to_sglang(routes: Routes, monkeypatch: pytest.MonkeyPatch) -> None:

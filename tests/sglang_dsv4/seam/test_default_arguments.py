@@ -139,6 +139,13 @@ def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: 
         refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
 
 
+def test_a_server_that_parses_calls_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    refuse_unsupported_arguments(arguments(tool_call_parser=None, page_size=256), CONFIG)
+    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER with --tool-call-parser deepseekv4"):
+        refuse_unsupported_arguments(arguments(), CONFIG)
+
+
 def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
     """SGLang would build an MTP module for EAGLE and fill half of it from the tensors of a DSpark draft."""
     dspark = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
