@@ -14,8 +14,8 @@ tag. :class:`Reader` takes the text in pieces of any size and gives the same tex
 * A call is final at its ``</M invoke>``. Before that it is held back, so that no client gets a part of one.
 * A call that breaks the format, that has a value that is no JSON, or in which the answer ends, is text, and so is
   everything after it: the calls that a client gets are the first ones that the model wrote, without gaps.
-* The opening tag of a block, or of a call outside of a block, with something else behind it is text that mentions the
-  tag. Calls may follow it.
+* The opening tag of a block with something else than a call behind it is text that mentions the tag. So is the opening
+  tag of a call outside of a block, if nothing of a call is behind it or it does not begin a line. Calls may follow it.
 * Newlines before a block belong to it, as in deepseek-recipe's parser.
 * A call in reasoning is a call if the answer ends with its block, and a draft in all other cases: text.
 * A deviation that has one reading only is repaired (:class:`Fault`). The schema of a parameter decides between a string
@@ -78,6 +78,7 @@ class Reader:
         self._at = 0
         self._out: list[str] = []
         self._markup = ""  # of the calls in reasoning
+        self._at_start = True  # of the text, or of the text behind a call
         self._blocks_calls = 0  # calls of the open block
         self._name, self._bare = "", False
         self._parameters: dict[str, tuple[str, bool | None]] = {}  # name -> value, and its mark
@@ -126,6 +127,7 @@ class Reader:
                 return self._consume(count)
             self._out.append(self._drafted())
         self._out.append(_letters(text))
+        self._at_start = self._at_start and not text
         self._drop(count)
 
     def _drafted(self) -> str:
@@ -137,6 +139,7 @@ class Reader:
     def _consume(self, count: int) -> None:
         """Take the first characters as a part of the calls."""
         self._markup += self._held[:count] if self._reasoning else ""
+        self._at_start = True
         self._drop(count)
 
     def _drop(self, count: int) -> None:
@@ -172,9 +175,13 @@ class Reader:
             self._at = mark + 1
             return True
         gap = begin - len(self._held[:begin].rstrip("\n"))
+        begins_line = gap > 0 or (begin == 0 and self._at_start)
         self._release(begin - gap)
         if tag is None:
             return False
+        if tag == INVOKE_OPEN and not begins_line:
+            self._at = gap + len(tag)
+            return True
         self._blocks_calls, self._at, self._begin = 0, gap + len(tag), gap + len(tag)
         if tag == BLOCK_OPEN:
             self._state = Reader._block

@@ -234,6 +234,7 @@ PROSE = {
     "an-opening-tag-and-nothing": f"\n\n{BLOCK_OPEN}\n",
     "an-empty-block": f"{BLOCK_OPEN}\n{BLOCK_CLOSE} and text",
     "other-tags": f"<{MARK}invoke> and {INVOKE_CLOSE} and {BLOCK_CLOSE}",
+    "a-call-in-a-line": f'Write `{GOOD}` or `<{MARK}invoke name="now"/>`.',
     "a-call's-opening-tag": f'<{MARK}invoke name="bash"> and `<{MARK}invoke name="bash">`',
     "half-a-tag": f"\n\n<{MARK}tool",
     "letters": block(GOOD).replace(MARK, MARKER),
@@ -264,6 +265,7 @@ def test_a_call_outside_of_a_block_is_repaired() -> None:
         assert [call.repairs for call in reader.calls] == [{Fault.BARE}, set()]
         assert answer(text, pieces, repair=False)[:2] == (text.replace(MARK, MARKER), [])
     assert answer(GOOD.replace("</", "<", 1))[2].refused is Fault.TAG_IN_VALUE
+    assert answer(f"{block(GOOD)}{GOOD}")[:2] == ("", [("bash", '{"command": "ls"}')] * 2)
 
 
 def test_a_call_in_reasoning_is_a_draft_unless_the_answer_ends_with_it() -> None:
@@ -394,9 +396,9 @@ def some_answer(draw: random.Random) -> Written:
     broken = False
     for _ in range(draw.randrange(1, 4)):
         written.text += some_prose(draw)
-        written.text += draw.choice(["", "\n\n"])
-        begin = len(written.text.rstrip("\n"))
         bare = draw.random() < 0.2
+        written.text += "\n" if bare else draw.choice(["", "\n\n"])
+        begin = len(written.text.rstrip("\n"))
         written.text += "" if bare else BLOCK_OPEN
         whole = False
         for _ in range(draw.randrange(1, 3)):
@@ -457,7 +459,7 @@ def check_answer(seed: int, thorough: bool) -> int:
 
 def test_generated_answers_cut_anywhere_in_pieces_of_any_size() -> None:
     """Right and broken calls in prose: valid JSON or no call, and no text is lost."""
-    assert sum(check_answer(seed, thorough=seed % 10 == 0) for seed in range(300)) > 300
+    assert sum(check_answer(seed, thorough=seed % 10 == 0) for seed in range(200)) > 200
 
 
 @pytest.mark.slow
