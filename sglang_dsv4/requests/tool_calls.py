@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 SWITCH = "SGLANG_DSV4_TOOL_CALLS"
 MODEL = "DeepSeek-V4-Pro"
 """SGLang's name for every model of DeepSeek-V4's chat encoding; V4.1's has another."""
+MOST_BYTES = 4
+"""Most tokens of one letter: its bytes in UTF-8."""
 WRITTEN, REPAIRED, REFUSED = "as written", "repaired", "refused"
 
 
@@ -45,6 +47,7 @@ class Request(NamedTuple):
 
     recipe: Any  # SGLang's DeepSeekRecipe
     schemas: Mapping[str, Any]  # JSON schema of the parameters of each tool
+    has_calls: bool = False  # whether the answer may have calls
 
 
 _request: ContextVar[Request | None] = ContextVar("request", default=None)
@@ -108,39 +111,49 @@ def make_parser(
     In an answer that is JSON deepseek-recipe replaces all text around the JSON by blanks. Calls would be such text, so
     there it must not.
     """
-    if not parse_tool_calls or _request.get() is None:
+    request = _request.get()
+    if request is None:
         return original(parser, recipe, parse_tool_calls=parse_tool_calls, **options)
-    original(parser, recipe, **{**options, "parse_tool_calls": False, "parse_json_output": False})
+    if parse_tool_calls:
+        options["parse_json_output"] = False
+    original(parser, recipe, parse_tool_calls=False, **options)
+    _request.set(request._replace(has_calls=parse_tool_calls))  # until `_reading` ends
     set_attribute(parser, PROCESSOR)
 
 
-def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> CallProcessor:
+def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> AnswerProcessor:
     """The value of a parser's `_processor`: deepseek-recipe's, whose text is read for calls."""
-    recipe, schemas = _request.get()
-    return CallProcessor(processor, recipe.hf_tokenizer.token_to_id(MARKER), schemas, env.choice(SWITCH) != "refuse")
+    recipe, schemas, has_calls = _request.get()
+    if not has_calls:
+        return AnswerProcessor(processor, None, None)
+    repair = env.choice(SWITCH) != "refuse"
+    readers = Reader(schemas, repair, reasoning=True), Reader(schemas, repair)
+    return AnswerProcessor(processor, recipe.hf_tokenizer.token_to_id(MARKER), readers)
 
 
 # ------------------------------------------------------------------------------ the parser is used
 
 
-class CallProcessor:
+class AnswerProcessor:
     """deepseek-recipe's processor of an answer, which gives reasoning and content, with the calls that `dsml` reads.
 
-    It has the methods of a `StreamProcessor` that SGLang uses. deepseek-recipe's text does not tell the marker's token
-    from the same letters, and only the token belongs to a call: so each one is pushed alone.
+    It has the methods of a `StreamProcessor` that SGLang uses, and gives it tokens in parts for two reasons:
+
+    * deepseek-recipe's text does not tell the marker's token from the same letters, and only the token belongs to a
+      call: so each marker comes alone.
+    * deepseek-recipe holds back a part that ends inside a letter, and drops it if the answer ends there: a whole answer
+      was empty if the limit of tokens cut an emoji. So the last tokens come one by one.
     """
 
-    def __init__(self, processor: Any, marker: int | None, schemas: Mapping[str, Any], repair: bool) -> None:
+    def __init__(self, processor: Any, marker: int | None, readers: tuple[Reader, Reader] | None) -> None:
         """Begin an answer.
 
         Args:
             processor: deepseek-recipe's, which was told to parse no calls.
             marker: id of the marker's token; None if the tokenizer has none.
-            schemas: JSON schema of the parameters of each tool.
-            repair: whether deviations with one reading are repaired.
+            readers: of the reasoning and the content; None if calls are not read.
         """
-        self._processor, self._marker = processor, marker
-        self._reasoning, self._content = Reader(schemas, repair, reasoning=True), Reader(schemas, repair)
+        self._processor, self._marker, self._readers = processor, marker, readers
         self._has_content = self._ended = False
 
     @property
@@ -148,59 +161,62 @@ class CallProcessor:
         """Whether the answer has ended."""
         return self._processor.finished
 
-    def push(self, chunk: Any) -> list[Answer]:
+    def push(self, chunk: Any) -> list[Any]:
         """Reasoning, content and calls after a further chunk of deepseek-recipe's."""
         if chunk.kind != "tokens":
             return self._read(self._processor.push(chunk), marked=False)
-        answers, run = [], []
-        for token in chunk.token_ids:
+        answers, part, last = [], [], len(chunk.token_ids) - MOST_BYTES
+        for index, token in enumerate(chunk.token_ids):
             if token == self._marker:
-                answers += self._push(run, marked=False) + self._push([token], marked=True)
-                run = []
+                answers += self._push(part, marked=False) + self._push([token], marked=True)
+                part = []
             else:
-                run.append(token)
-        return answers + self._push(run, marked=False)
+                part.append(token)
+                if index >= last:
+                    answers += self._push(part, marked=False)
+                    part = []
+        return answers
 
-    def finish(self) -> list[Answer]:
+    def finish(self) -> list[Any]:
         """The rest, after an answer without a reason for its end."""
         return self._read(self._processor.finish(), marked=False)
 
-    def _push(self, token_ids: list[int], marked: bool) -> list[Answer]:
+    def _push(self, token_ids: list[int], marked: bool) -> list[Any]:
         if not token_ids or self.finished:
             return []
         from deepseek_recipe import InferenceChunk
 
         return self._read(self._processor.push(InferenceChunk.tokens(token_ids)), marked)
 
-    def _read(self, answers: list[Any], marked: bool) -> list[Answer]:
-        read = [self._step(json.loads(answer.to_json()), marked) for answer in answers]
-        return [*read, self._end()] if self.finished and not self._ended else read
+    def _read(self, answers: list[Any], marked: bool) -> list[Any]:
+        if self._readers is None:
+            return answers
+        read = [self._step(json.loads(answer.to_json()), marked, *self._readers) for answer in answers]
+        if self.finished and not self._ended:
+            self._ended = True
+            read.append(self._end(*self._readers))
+        return read
 
-    def _step(self, answer: dict[str, Any], marked: bool) -> Answer:
+    def _step(self, answer: dict[str, Any], marked: bool, in_reasoning: Reader, in_content: Reader) -> Answer:
         choice = answer["choices"][0]
         reasoning, content = (choice["delta"].get(key) or "" for key in ("reasoning_content", "content"))
         if marked:
             reasoning, content = (MARK.join(text.rsplit(MARKER, 1)) for text in (reasoning, content))
-        reasoning = self._reasoning.feed(reasoning)
+        reasoning = in_reasoning.feed(reasoning)
         if content and not self._has_content:
             self._has_content = True
-            reasoning += self._reasoning.revoke()
-        choice["delta"] |= {"reasoning_content": reasoning, "content": self._content.feed(content)}
+            reasoning += in_reasoning.revoke()
+        choice["delta"] |= {"reasoning_content": reasoning, "content": in_content.feed(content)}
         return Answer(answer)
 
-    def _end(self) -> Answer:
+    def _end(self, in_reasoning: Reader, in_content: Reader) -> Answer:
         """The text that was held back, and all calls."""
-        self._ended = True
-        delta: dict[str, Any] = {}
-        if not self._has_content:
-            delta["reasoning_content"] = self._reasoning.finish()
-        delta["content"] = self._content.finish()
-        read = self._content if self._has_content else self._reasoning
-        delta["tool_calls"] = [
-            {"index": index, "function": {"name": call.name, "arguments": call.arguments}}
-            for index, call in enumerate(read.calls)
-        ]
-        count(read)
+        reasoning = "" if self._has_content else in_reasoning.finish()
+        delta = {"reasoning_content": reasoning, "content": in_content.finish()}
+        reader = in_content if self._has_content else in_reasoning
+        calls = [{"name": call.name, "arguments": call.arguments} for call in reader.calls]
+        delta["tool_calls"] = [{"index": index, "function": call} for index, call in enumerate(calls)]
+        count(reader)
         return Answer({"choices": [{"delta": delta, "finish_reason": "stop"}]})
 
 

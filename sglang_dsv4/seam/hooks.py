@@ -332,7 +332,7 @@ HOOKS = (
          f"{_CPU}.speculation:fill_bonus_tokens", "SGLang launches a Triton kernel", _CPU_OPS, only_cpu=True),
     # ---- attributes of SGLang's objects, set by the function in brackets
     Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:read_calls",
-         "reads the calls (`requests.tool_calls.make_parser`)", _CALLS),
+         "reads the calls, and keeps the text before half a letter (`requests.tool_calls.make_parser`)", _CALLS),
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.guards:guard", "a request whose handler raises is answered with the reason "
          "(`requests.guards.start`)", "SGLang's scheduler survives a handler that raises"),

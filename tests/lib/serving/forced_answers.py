@@ -136,6 +136,12 @@ class Routes:
         """
         encode = self.engine.tokenizer.encode
         ids = [token for text in texts for token in encode(text, add_special_tokens=False)]
+        self.say_ids(ids, sizes, finish, matched)
+
+    def say_ids(
+        self, ids: list[int], sizes: Sequence[int], finish: str = "stop", matched: int | str | None = None
+    ) -> None:
+        """Set the next answer's token ids; arguments as in :meth:`say`."""
         pieces, begin = [], 0
         for size in sizes:
             pieces.append(ids[begin : begin + size])
