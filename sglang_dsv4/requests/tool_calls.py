@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dsv4 import env
@@ -42,7 +43,8 @@ MOST_BYTES = 4
 WRITTEN, REPAIRED, REFUSED = "as written", "repaired", "refused"
 
 
-class Request(NamedTuple):
+@dataclass(frozen=True)
+class Request:
     """A request for whose answer a parser is being made."""
 
     recipe: Any  # SGLang's DeepSeekRecipe
@@ -117,18 +119,18 @@ def make_parser(
     if parse_tool_calls:
         options["parse_json_output"] = False
     original(parser, recipe, parse_tool_calls=False, **options)
-    _request.set(request._replace(has_calls=parse_tool_calls))  # until `_reading` ends
+    _request.set(replace(request, has_calls=parse_tool_calls))  # until `_reading` ends
     set_attribute(parser, PROCESSOR)
 
 
 def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> AnswerProcessor:
     """The value of a parser's `_processor`: deepseek-recipe's, whose text is read for calls."""
-    recipe, schemas, has_calls = _request.get()
-    if not has_calls:
+    request = _request.get()
+    if not request.has_calls:
         return AnswerProcessor(processor, None, None)
     repair = env.choice(SWITCH) != "refuse"
-    readers = Reader(schemas, repair, reasoning=True), Reader(schemas, repair)
-    return AnswerProcessor(processor, recipe.hf_tokenizer.token_to_id(MARKER), readers)
+    readers = Reader(request.schemas, repair, reasoning=True), Reader(request.schemas, repair)
+    return AnswerProcessor(processor, request.recipe.hf_tokenizer.token_to_id(MARKER), readers)
 
 
 # ------------------------------------------------------------------------------ the parser is used

@@ -195,8 +195,8 @@ def test_the_switch_leaves_calls_as_text_that_would_be_repaired(
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("schemas", [TOOLS, {}], ids=["tools", "no-tools"])
 def test_an_answer_that_ends_inside_a_letter(routes: Routes, route: str, schemas: dict[str, Any]) -> None:
-    """The limit of tokens cuts a letter of four tokens; deepseek-recipe gave a whole answer no text, and a stream none of
-    its last piece."""
+    """The limit of tokens cuts a letter of four tokens; deepseek-recipe gave a whole answer no text, and a stream none
+    of its last piece."""
     ids = routes.engine.tokenizer.encode("An answer 🙂🙂", add_special_tokens=False)
     for cut in (1, 2, 3):
         for stream, piece in ((False, 1), (True, 1), (True, 3), (True, 100)):
@@ -337,5 +337,5 @@ def test_generated_answers_cut_behind_any_token(routes: Routes) -> None:
 
 @pytest.mark.slow
 def test_many_generated_answers_cut_behind_any_token(routes: Routes) -> None:
-    for seed in range(100, 700):
-        check_tokens(routes, seed, cuts=20)
+    for seed in range(100, 400):
+        check_tokens(routes, seed, cuts=12)
