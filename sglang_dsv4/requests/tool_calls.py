@@ -68,13 +68,13 @@ def in_chat(original: Callable[..., Any], adapter: Any, request: Any) -> Any:
 
 def in_responses(original: Callable[..., Any], adapter: Any, request: Any, *args: Any) -> Any:
     """SGLang's parser of the answer to a request of the Responses API; runs around `_new_responses_parser`."""
-    with _reading(adapter, request.tools):
+    with _reading(adapter, request.tools or ()):
         return original(adapter, request, *args)
 
 
 def in_text(original: Callable[..., Any], adapter: Any, text: str, tools: list[Any]) -> Any:
     """Text and calls of `/parse_function_call`; runs around `parse_function_call_text`."""
-    with _reading(adapter, tools):
+    with _reading(adapter, tools or ()):
         return original(adapter, text, tools)
 
 
@@ -95,9 +95,10 @@ def schemas_of(tools: Iterable[Any]) -> dict[str, Any]:
     Args:
         tools: SGLang's `Tool` or `ResponseTool` objects. A custom tool of the Responses API has one string, `input`.
     """
+    from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.entrypoints.openai.responses_adapters import custom_tool_parameters
 
-    functions = [getattr(tool, "function", tool) for tool in tools]
+    functions = [tool.function if isinstance(tool, Tool) else tool for tool in tools]
     return {
         function.name: custom_tool_parameters() if getattr(function, "type", "") == "custom" else function.parameters
         for function in functions

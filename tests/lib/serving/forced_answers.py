@@ -57,7 +57,7 @@ class ForcedEngine:
     """SGLang's tokenizer manager as the handlers see it: answers every request with the tokens of a script.
 
     Attributes:
-        answers: token ids of the next answer, in the pieces in which they are streamed.
+        answer: token ids of the next answer, in the pieces in which they are streamed.
         finish_reason: of the next answer.
         requests: SGLang's requests so far.
     """

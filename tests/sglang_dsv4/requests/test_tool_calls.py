@@ -22,7 +22,7 @@ TOOLS = {
     "open": {"type": "object"},
 }
 FINISH = {
-    "chat": {"stop": "stop", "tool_calls": "tool_calls", "length": "length"},
+    "chat": {"stop": "stop", "tool_calls": "tool_calls", "length": "length", "abort": "abort"},
     "responses": {"stop": "completed", "tool_calls": "completed", "length": "incomplete"},
     "anthropic": {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"},
 }
@@ -111,7 +111,7 @@ def test_an_answer_streamed_and_whole(routes: Routes, case: str, route: str) -> 
     """Either calls, or the whole text and a reason that says so."""
     said, text, calls = CASES[case]
     draw = random.Random(case + route)
-    for finish in ("stop", "length"):
+    for finish in ("stop", "length", "abort") if route == "chat" else ("stop", "length"):
         reason = "tool_calls" if calls and finish == "stop" else finish
         expected = Given("", text if calls else said, on(route, calls), FINISH[route][reason])
         for stream in (False, True):
@@ -259,7 +259,8 @@ def test_tools_of_messages_and_custom_tools_have_their_schemas(routes: Routes) -
     messages = [{"role": "developer", "content": "x", "tools": [tool]}, {"role": "user", "content": "hi"}]
     given = routes.ask("chat", False, {}, messages=messages)
     assert given.calls == [("write", '{"input": "a: ["}')]
-    given = routes.ask("responses", False, {}, tools=[{"type": "custom", "name": "write"}])
+    others = [{"type": "web_search"}, {**tool, "name": "x", "parameters": {"type": "object"}}]
+    given = routes.ask("responses", False, {}, tools=[*others, {"type": "custom", "name": "write"}])
     assert given.calls == [("write", "a: [")]
 
 
