@@ -45,30 +45,26 @@ CALLS = re.compile(r'^sglang_dsv4:tool_call(?:s|_faults)_total\{.*(?:outcome|fau
 
 
 def test_a_damaged_call_is_text_and_is_counted(server: Server, checkpoint: Path) -> None:
-    """The model is forced to generate a call whose value is no JSON, and one that is repaired."""
+    """The model is forced to generate a call whose value is no JSON."""
+    call = (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="false">"Rome'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    )
     marker = AutoTokenizer.from_pretrained(checkpoint).convert_tokens_to_ids("｜DSML｜")
     options = {"max_tokens": 200, "tools": [WEATHER], "logit_bias": {str(marker): 100}, "stream": True}
-    texts, calls = [], []
-    before = dict(CALLS.findall(requests.get(f"{server.url}/metrics", timeout=60).text))
-    for value in ('"Rome', "Rome"):
-        call = (
-            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="false">'
-            f"{value}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
-        )
-        chunks = server.chat("Rain?", extra_body={"regex": re.escape(call)}, **options)
-        choices = [choice for chunk in chunks for choice in chunk.choices]
-        texts.append("".join(choice.delta.content or "" for choice in choices) == call)
-        calls += [called.function.arguments for choice in choices for called in choice.delta.tool_calls or ()]
-        assert choices[-1].finish_reason == ("stop" if texts[-1] else "tool_calls")
-    assert (texts, calls) == ([True, False], ['{"city": "Rome"}'])
-    after = dict(CALLS.findall(requests.get(f"{server.url}/metrics", timeout=60).text))
-    new = {name: float(count) - float(before.get(name, 0)) for name, count in after.items()}
-    assert {name: count for name, count in new.items() if count} == {
-        "refused": 1,
-        "repaired": 1,
-        "a value that is no JSON": 1,
-        "a string marked as JSON": 1,
-    }
+    before = calls_counted(server)
+    chunks = server.chat("Rain?", extra_body={"regex": re.escape(call)}, **options)
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == call
+    assert not any(choice.delta.tool_calls for choice in choices) and choices[-1].finish_reason == "stop"
+    new = {name: count - before.get(name, 0) for name, count in calls_counted(server).items()}
+    assert {name: count for name, count in new.items() if count} == {"refused": 1, "a value that is no JSON": 1}
+
+
+def calls_counted(server: Server) -> dict[str, float]:
+    """The metrics of tool calls: outcome or fault -> count."""
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    return {name: float(count) for name, count in CALLS.findall(text)}
 
 
 def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_16(server: Server) -> None:

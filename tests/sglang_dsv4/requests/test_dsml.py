@@ -272,7 +272,7 @@ def check_answer(seed: int, thorough: bool) -> int:
 
 def test_generated_answers_cut_anywhere_in_pieces_of_any_size() -> None:
     """Right and broken calls in prose: valid JSON or no call, and no text is lost."""
-    assert sum(check_answer(seed, thorough=seed % 10 == 0) for seed in range(200)) > 200
+    assert sum(check_answer(seed, thorough=seed % 10 == 0) for seed in range(120)) > 120
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_any_tags_in_any_order_give_json_or_text() -> None:
     tags = [BLOCK_OPEN, BLOCK_CLOSE, INVOKE_CLOSE, f"</{MARK}parameter>", f'<{MARK}invoke name="bash">', "\n", " x "]
     tags += [f'<{MARK}parameter name="command" string="true">', f'<{MARK}parameter name="seconds" string="false">', "5"]
     calls = 0
-    for _ in range(3000):
+    for _ in range(1500):
         text = "".join(draw.choices(tags, k=draw.randrange(14)))
         said, got, _ = answer(text)
         assert answer(text, text)[:2] == (said, got)
@@ -296,7 +296,7 @@ def test_any_tags_in_any_order_give_json_or_text() -> None:
         if not got:
             assert said == text.replace(MARK, MARKER)
         calls += len(got)
-    assert calls > 20
+    assert calls > 10
 
 
 # ---- values
