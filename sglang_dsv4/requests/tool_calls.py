@@ -158,6 +158,7 @@ class AnswerProcessor:
         """
         self._processor, self._marker, self._readers = processor, marker, readers
         self._has_content = self._ended = False
+        self._is_whole = False  # whether the model ended the answer
 
     @property
     def finished(self) -> bool:
@@ -167,6 +168,9 @@ class AnswerProcessor:
     def push(self, chunk: Any) -> list[Any]:
         """Reasoning, content and calls after a further chunk of deepseek-recipe's."""
         if chunk.kind != "tokens":
+            from deepseek_recipe import InferenceFinishReason
+
+            self._is_whole = chunk.finish_reason == InferenceFinishReason.Stop
             return self._read(self._processor.push(chunk), marked=False)
         answers, part, last = [], [], len(chunk.token_ids) - MOST_BYTES
         for index, token in enumerate(chunk.token_ids):
@@ -214,7 +218,9 @@ class AnswerProcessor:
 
     def _end(self, in_reasoning: Reader, in_content: Reader) -> Answer:
         """The text that was held back, and all calls."""
-        reasoning = "" if self._has_content else in_reasoning.finish()
+        reasoning = ""
+        if not self._has_content:  # a call in reasoning is a draft unless the model ended the answer with it
+            reasoning = in_reasoning.finish() if self._is_whole else in_reasoning.revoke()
         delta = {"reasoning_content": reasoning, "content": in_content.finish()}
         reader = in_content if self._has_content else in_reasoning
         calls = [{"name": call.name, "arguments": call.arguments} for call in reader.calls]

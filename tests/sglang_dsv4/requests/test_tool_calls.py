@@ -139,6 +139,10 @@ def test_a_call_in_reasoning(routes: Routes, route: str) -> None:
     thinking: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
     if route == "anthropic":
         thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    for stream in (False, True):
+        routes.say(block(LS), finish="length")
+        given = routes.ask(route, stream, TOOLS, **thinking)
+        assert given == Given(block(LS), "", [], FINISH[route]["length"])  # it might have gone on
     draft = f"I could do\n\n{block(LS)}"
     for said, reasoning, text, calls in (
         (draft, "I could do", "", [LS_CALL]),
