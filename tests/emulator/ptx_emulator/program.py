@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from ptx_emulator.front_end.decoder import Decoder, Instruction
 from ptx_emulator.front_end.parser import Module, parse
 from ptx_emulator.report import Report, make_report, rates_of
 
+Dims = tuple[int, int, int]
 SCHEDULES = {"eager": 0, "random": 1, "late": 2, "random_warps": 3}
 OFF, WARN, ERROR = 0, 1, 2
 _LEVELS = {"off": OFF, "warn": WARN, "error": ERROR, False: OFF, True: ERROR}
@@ -86,6 +88,9 @@ class Options:
     seed: int = 0
     checks: Checks = Checks()
     max_instructions: int = 20_000_000_000
+    ends: tuple[int, int] | None = None
+    """(first, last): of the clusters of a launch, only so many first and so many last ones run. A grid of millions of
+    CTAs then takes no longer than a small one. For kernels whose CTAs do not wait for each other."""
 
 
 class MemoryMap:
@@ -135,6 +140,8 @@ class _LaunchArguments(ctypes.Structure):
         ("level", ctypes.c_uint8 * 32),
         ("multiprocessors", ctypes.c_uint32),
         ("dependent", ctypes.c_uint32),
+        ("left_out_from", ctypes.c_uint64),
+        ("left_out_to", ctypes.c_uint64),
     ]
 
 
@@ -307,6 +314,7 @@ def launch(
     a.track_order = int(options.checks.order)
     a.multiprocessors = rates_of(k.target).sms
     a.dependent = int(dependent)
+    a.left_out_from, a.left_out_to = _left_out(grid, cluster, options.ends)
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 
@@ -328,6 +336,15 @@ def launch(
         lib.emu_shapes().decode(),
         footprint=sum(end - begin for begin, end, *_ in ranges),
     )
+
+
+def _left_out(grid: Dims, cluster: Dims, ends: tuple[int, int] | None) -> tuple[int, int]:
+    """Clusters [from, to) of a launch that do not run (`Options.ends`)."""
+    clusters = math.prod(grid) // math.prod(cluster)
+    first, last = ends or (clusters, 0)
+    if first < 0 or last < 0 or not first + last:
+        raise ValueError(f"ends are {ends}; expected numbers of first and of last clusters, together at least 1")
+    return (first, clusters - last) if first + last < clusters else (clusters, clusters)
 
 
 def _check_shape(k: Kernel, grid: Iterable[int], block: tuple[int, ...], cluster: tuple[int, ...], smem: int) -> None:
