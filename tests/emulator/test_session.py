@@ -55,7 +55,7 @@ def test_run_ptx_reads_and_writes_arrays(library: str) -> None:
 @pytest.mark.parametrize("ends", [(1, 0), (0, 1), (2, 1), (0, 5), (5, 0), (3, 2), (9, 9)], ids=str)
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 def test_only_the_ends_of_a_grid_run(ends: tuple[int, int], schedule: str) -> None:
-    """Of five CTAs with 20 elements each: the first ones, the last ones, or all."""
+    """Five CTAs with 20 elements each, of which the first ones, the last ones or all run."""
     x, y = np.arange(100, dtype=np.float32), np.full(100, -1, np.float32)
     run_ptx(SCALE, "scale", 5, 20, [x, y, 2.0, 100], ends=ends, schedule=schedule)
     first, last = ends

@@ -174,7 +174,7 @@ def mxfp4_products(packed: Mxfp4Experts, listed: Any, codes: Tensor, scales: Ten
 
 
 def nvfp4_products(packed: Nvfp4Experts, listed: Any, codes: Tensor, scales: Tensor) -> list[Tensor]:
-    """As `mxfp4_products`."""
+    """h, its scales, and output rows of all slots, in NVFP4."""
     from dsv4_kernels.moe.sm100 import launch
     from dsv4_kernels.moe.sm100.plan import Numbers, Plan, Product
 
