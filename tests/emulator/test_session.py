@@ -70,6 +70,13 @@ def test_ends_that_are_none(ends: tuple[int, int]) -> None:
         run_ptx(SCALE, "scale", 1, 8, [x, x.copy(), 1.0, 8], ends=ends)
 
 
+def test_a_grid_that_no_gpu_launches_is_refused() -> None:
+    x = np.zeros(8, np.float32)
+    for grid in ((1, 65_536, 1), (1, 1, 65_536), (2**31, 1, 1)):
+        with pytest.raises(ValueError, match=r"at most .* 65535, 65535"):
+            run_ptx(SCALE, "scale", grid, 8, [x, x.copy(), 1.0, 8], ends=(1, 0))
+
+
 def test_a_slice_is_the_bound_not_its_storage() -> None:
     """A kernel that gets half of a buffer may not read the other half."""
     buffer = torch.zeros(100)

@@ -22,6 +22,8 @@ from ptx_emulator.front_end.parser import Module, parse
 from ptx_emulator.report import Report, make_report, rates_of
 
 Dims = tuple[int, int, int]
+MOST_CTAS = (2**31 - 1, 65_535, 65_535)
+"""CTAs of a grid in each dimension (CUDA programming guide, technical specifications)."""
 SCHEDULES = {"eager": 0, "random": 1, "late": 2, "random_warps": 3}
 OFF, WARN, ERROR = 0, 1, 2
 _LEVELS = {"off": OFF, "warn": WARN, "error": ERROR, False: OFF, True: ERROR}
@@ -353,6 +355,8 @@ def _check_shape(k: Kernel, grid: Iterable[int], block: tuple[int, ...], cluster
         raise ValueError(f"a block of {threads} threads: 1 to 1024 are possible")
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise ValueError(f"grid {grid} is not a multiple of cluster {cluster}")
+    if any(g > most for g, most in zip(grid, MOST_CTAS, strict=True)):
+        raise ValueError(f"grid {grid}: a launch has at most {MOST_CTAS} CTAs")
     if cluster[0] * cluster[1] * cluster[2] > 16:
         raise ValueError(f"cluster {cluster}: at most 16 CTAs")
     required = k.function.required_threads

@@ -95,41 +95,93 @@ def test_hopper_s_weights_beyond_32_bits() -> None:
     assert same_bits(found[slots], expected[slots]) and expected[slots].any()
 
 
+def moved(listed: Any, before: int) -> Any:
+    """The same work list behind `before` groups of slots, which no work tile has."""
+    from dsv4_kernels.moe.sm90.launch import Listed
+    from dsv4_kernels.moe.sm90.plan import TileField
+
+    tiles, groups = listed.totals.tolist()
+    moved_tiles = listed.tiles.clone()
+    moved_tiles[:tiles, TileField.FIRST_GROUP] += before
+    return Listed(
+        slot_of_pair=listed.slot_of_pair + 8 * before,
+        source=last_of_many(listed.source[: 8 * groups], 8 * (before + groups)),
+        routing=last_of_many(listed.routing[: 8 * groups], 8 * (before + groups)),
+        group_tile=last_of_many(listed.group_tile[:groups], before + groups),
+        tiles=moved_tiles,
+        totals=torch.tensor([tiles, before + groups], dtype=torch.int32),
+    )
+
+
 def test_hopper_s_slots_beyond_32_bits() -> None:
-    """Quantised tokens and hidden rows, their scales, h, output rows and routing weights of the last slots of many. (A
-    grid of the quantiser has at most 65,535 groups: 2**19 slots, whose rows exceed 32 bits with 7,168 channels.)"""
+    """Codes of slots, h, output rows and routing weights of the last slots of many."""
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import NARROW, Plan, Product, TileField
+    from dsv4_kernels.moe.sm90.plan import NARROW, Plan, Product
 
     x, weights, ids, packed = CASE.inputs()
     experts, before = packed.for_hopper(), 1 << 22
     with emulated("sm90") as device:
-
-        def quantised(rows: Tensor, chooses: bool) -> tuple[Tensor, Tensor]:
-            """By the last CTAs only, a CTA a step and group."""
-            device.options, options = replace(device.options, ends=(0, groups * rows.shape[1] // 128)), device.options
-            made = launch.quantise(rows, listed, chooses=chooses)
-            device.options = options
-            return made
-
         listed = launch.list_work(weights, ids, CASE.experts, 0, NARROW)
-        expected = launch.sum_rows(hopper_products(listed, x, experts), ids, listed, torch.float32, None)
-        tiles, groups = listed.totals.tolist()
-        listed.tiles[:tiles, TileField.FIRST_GROUP] += before
-        listed = launch.Listed(
-            slot_of_pair=listed.slot_of_pair + 8 * before,
-            source=last_of_many(listed.source[: 8 * groups], 8 * (before + groups)),
-            routing=last_of_many(listed.routing[: 8 * groups], 8 * (before + groups)),
-            group_tile=last_of_many(listed.group_tile[:groups], before + groups),
-            tiles=listed.tiles,
-            totals=torch.tensor([tiles, before + groups], dtype=torch.int32),
-        )
-        use_large_ones_in_place(device, *listed)
-        hidden = launch.multiply(Plan(Product.GATE_UP, NARROW), listed, *quantised(x, True), experts.w13, LIMIT)
-        rows = launch.multiply(Plan(Product.DOWN, NARROW), listed, *quantised(hidden, False), experts.w2)
-        found = launch.sum_rows(rows, ids, listed, torch.float32, None)
-    assert min(hidden.nbytes, rows.nbytes) > BEYOND
+        slots = 8 * int(listed.totals[1])
+        far = moved(listed, before)
+        use_large_ones_in_place(device, *far)
+        rows = []
+        for its, behind in ((listed, 0), (far, 8 * before)):
+
+            def quantised(rows: Tensor, chooses: bool, behind: int = behind) -> list[Tensor]:
+                """Codes and scales of the first slots, behind so many other slots."""
+                made = launch.quantise(rows, listed, chooses=chooses)
+                parts = [part[: slots * len(part) // (8 * listed.groups)] for part in made]
+                if behind:
+                    parts = [last_of_many(part, len(part) // slots * (behind + slots)) for part in parts]
+                    use_large_ones_in_place(device, *parts)
+                return parts
+
+            hidden = launch.multiply(Plan(Product.GATE_UP, NARROW), its, *quantised(x, True), experts.w13, LIMIT)
+            used = hidden[behind : behind + slots]
+            of_hidden = quantised(torch.nn.functional.pad(used, (0, 0, 0, 8 * listed.groups - slots)), False)
+            rows.append(launch.multiply(Plan(Product.DOWN, NARROW), its, *of_hidden, experts.w2))
+            assert not behind or min(hidden.nbytes, rows[-1].nbytes) > BEYOND
+        expected = launch.sum_rows(rows[0], ids, listed, torch.float32, None)
+        found = launch.sum_rows(rows[1], ids, far, torch.float32, None)
     assert same_bits(found, expected) and found.any()
+
+
+@pytest.mark.parametrize("chooses", [True, False], ids=["tokens", "slots"])
+def test_hopper_s_quantised_rows_beyond_32_bits(chooses: bool) -> None:
+    """As many groups of slots as a grid takes, with so many channels that codes have 2**32 bytes; of the CTAs, one a
+    step and group, only those of the last groups run."""
+    from dsv4_kernels.moe.sm90 import launch
+
+    _, weights, ids, _ = CASE.inputs()
+    k = 8448
+    with emulated("sm90") as device:
+        listed = launch.list_work(weights, ids, CASE.experts, 0, launch.NARROW)
+        groups = int(listed.totals[1])
+        rows = torch.randn(
+            len(ids) if chooses else 8 * groups, k, generator=torch.Generator().manual_seed(0)
+        ).bfloat16()
+        near = rows if chooses else torch.nn.functional.pad(rows, (0, 0, 0, 8 * (listed.groups - groups)))
+        expected = launch.quantise(near, listed, chooses=chooses)
+        far = moved(listed, 65_535 - groups)
+        if not chooses:
+            rows = last_of_many(rows, 8 * 65_535)
+        use_large_ones_in_place(device, rows, *far)
+        device.options = replace(device.options, ends=(0, groups * k // 128))
+        found = launch.quantise(rows, far, chooses=chooses)
+    assert found[0].nbytes > BEYOND
+    for a, b in zip(found, expected, strict=True):
+        count = len(b) // listed.groups * groups
+        assert same_bits(a[-count:].contiguous(), b[:count].contiguous())
+
+
+def test_more_groups_than_a_grid_takes_are_refused() -> None:
+    from dsv4_kernels.moe.sm90 import launch
+
+    many = torch.zeros(1, 1).expand(60_000, 10)
+    x, experts = torch.zeros(1, 256).bfloat16().expand(60_000, 256), packed_experts(3, 256, 128).for_hopper()
+    with pytest.raises(ValueError, match=r"75002 groups of 8 slots; a grid has at most 65535.*--chunked-prefill-size"):
+        launch.experts_forward(x, many, many.int(), experts, LIMIT)
 
 
 def test_hopper_s_tokens_beyond_32_bits() -> None:
