@@ -73,10 +73,31 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
             "DSpark's, and it has no MTP module. Leave the flag out."
         )
+    if arguments.tool_call_parser is not None:
+        refuse_other_readers_of_tool_calls(arguments)
     if arguments.device == "cpu" and arguments.speculative_use_rejection_sampling:
         raise ValueError(
             "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
             "are accepted by the target's probabilities"
+        )
+
+
+def refuse_other_readers_of_tool_calls(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise if code other than `requests.tool_calls` would read tool calls.
+
+    Raises:
+        ValueError: names the flag or the variable.
+    """
+    from sglang.srt.environ import envs
+
+    others = {
+        f"--tokenizer-worker-num {arguments.tokenizer_worker_num}": arguments.tokenizer_worker_num > 1,
+        "SGLANG_RUST_SERVER": envs.SGLANG_RUST_SERVER.get(),
+    }
+    for other in (name for name, is_given in others.items() if is_given):
+        raise ValueError(
+            f"sglang-dsv4 does not support {other} with --tool-call-parser {arguments.tool_call_parser}: no plugin is "
+            "loaded where answers are parsed, and clients would get damaged tool calls. Leave one of the two out."
         )
 
 
