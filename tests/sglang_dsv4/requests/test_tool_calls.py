@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from serving.forced_answers import Given, Routes, hooked
-from serving.written_calls import SCHEMAS, some_answer
+from serving.written_calls import SCHEMAS, Written, some_answer
 
 from sglang_dsv4.requests import tool_calls
 from sglang_dsv4.requests.dsml import MARK, MARKER
@@ -320,7 +320,12 @@ def check_tokens(routes: Routes, seed: int, cuts: int) -> int:
     has."""
     draw = random.Random(seed)
     written = some_answer(draw)
-    written.text = written.text.replace("\0", "?")
+    # A letter in front, because deepseek-recipe leaves out newlines at the beginning of a content.
+    written = Written(
+        "A" + written.text.replace("\0", "?"),
+        [(end + 1, name, arguments) for end, name, arguments in written.calls],
+        [(begin + 1, end + 1) for begin, end in written.markup],
+    )
     tokens = tokens_of(routes, written.text)
     for end in (*draw.choices(range(1, len(tokens)), k=cuts), len(tokens)):
         given = []
@@ -330,9 +335,7 @@ def check_tokens(routes: Routes, seed: int, cuts: int) -> int:
         assert given[0] == given[1], (seed, end)
         text, calls = written.expected(tokens[end - 1][1])
         assert [(name, json.loads(arguments)) for name, arguments in given[0].calls] == calls, (seed, end)
-        # deepseek-recipe leaves out newlines at the beginning of a content, and marks the bytes of half a letter.
-        text = text.lstrip("\n") if written.text.startswith("\n") else text
-        assert given[0].text.rstrip("\ufffd") == text, (seed, end)
+        assert given[0].text.rstrip("\ufffd") == text, (seed, end)  # the bytes of half a letter
     return len(calls)
 
 
