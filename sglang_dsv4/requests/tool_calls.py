@@ -56,6 +56,15 @@ _request: ContextVar[Request | None] = ContextVar("request", default=None)
 _metrics: Metrics | None = None
 
 
+def repairs() -> bool:
+    """Whether calls are repaired that have one reading; the launcher asks before it starts a server.
+
+    Raises:
+        ValueError: the switch holds another word.
+    """
+    return env.choice(SWITCH) != "refuse"
+
+
 # ------------------------------------------------------------------------------ a parser of SGLang's is made
 
 
@@ -129,8 +138,7 @@ def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> AnswerProc
     request = _request.get()
     if not request.has_calls:
         return AnswerProcessor(processor, None, None)
-    repair = env.choice(SWITCH) != "refuse"
-    readers = Reader(request.schemas, repair, reasoning=True), Reader(request.schemas, repair)
+    readers = Reader(request.schemas, repairs(), reasoning=True), Reader(request.schemas, repairs())
     return AnswerProcessor(processor, request.recipe.hf_tokenizer.token_to_id(MARKER), readers)
 
 
@@ -271,13 +279,8 @@ class Metrics:
 
 
 def start(result: None, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
-    """Declare the metrics, if the server has any; runs after `TokenizerManager.__init__`.
-
-    Raises:
-        ValueError: the switch holds another word.
-    """
+    """Declare the metrics, if the server has any; runs after `TokenizerManager.__init__`."""
     global _metrics
-    env.choice(SWITCH)
     if manager.enable_metrics and live.is_launched():
         _metrics = Metrics(manager.metrics_collector.labels)
 

@@ -209,12 +209,6 @@ def test_an_answer_that_ends_inside_a_letter(routes: Routes, route: str, schemas
             assert given == Given("", "An answer 🙂", [], FINISH[route]["length"]), (cut, stream, piece)
 
 
-def test_another_word_stops_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tool_calls.SWITCH, "mend")
-    with pytest.raises(ValueError, match="repair"):
-        tool_calls.start(None, None)  # type: ignore[arg-type]
-
-
 def test_what_was_repaired_and_refused_is_counted_and_logged(
     routes: Routes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
