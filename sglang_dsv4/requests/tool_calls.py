@@ -206,23 +206,28 @@ class AnswerProcessor:
     def _read(self, answers: list[Any], marked: bool) -> list[Any]:
         if self._readers is None:
             return answers
-        read = [self._step(json.loads(answer.to_json()), marked, *self._readers) for answer in answers]
+        read = [self._step(answer, marked, *self._readers) for answer in answers]
         if self.finished and not self._ended:
             self._ended = True
             read.append(self._end(*self._readers))
         return read
 
-    def _step(self, answer: dict[str, Any], marked: bool, in_reasoning: Reader, in_content: Reader) -> Answer:
-        choice = answer["choices"][0]
-        reasoning, content = (choice["delta"].get(key) or "" for key in ("reasoning_content", "content"))
+    def _step(self, answer: Any, marked: bool, in_reasoning: Reader, in_content: Reader) -> Any:
+        """deepseek-recipe's answer without the text that may be a call; the answer itself if nothing is."""
+        read = json.loads(answer.to_json())
+        delta = read["choices"][0]["delta"]
+        written = reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
         if marked:
-            reasoning, content = (MARK.join(text.rsplit(MARKER, 1)) for text in (reasoning, content))
+            reasoning, content = (MARK.join(text.rsplit(MARKER, 1)) for text in written)
         reasoning = in_reasoning.feed(reasoning)
         if content and not self._has_content:
             self._has_content = True
             reasoning += in_reasoning.revoke()
-        choice["delta"] |= {"reasoning_content": reasoning, "content": in_content.feed(content)}
-        return Answer(answer)
+        content = in_content.feed(content)
+        if (reasoning, content) == written:
+            return answer
+        delta |= {"reasoning_content": reasoning, "content": content}
+        return Answer(read)
 
     def _end(self, in_reasoning: Reader, in_content: Reader) -> Answer:
         """The text that was held back, and all calls."""
