@@ -93,6 +93,7 @@ REFUSALS = (
     Refusal("--kt-weight-path", other_than(None), ON_THE_DEVICE),
     # ---- forwards
     *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),
+    Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
     *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
     *flags("--enable-nvidia-megakernel --enable-amd-monokernel", bool, "this package's kernels compute the model"),
     Refusal("--enable-torch-compile", bool, "this package's kernels are compiled ahead; leave it out"),
@@ -127,6 +128,7 @@ REFUSALS = (
     Refusal("--radix-cache-backend", other_than(None, NAME), OUR_CACHE),
     *flags("--enable-unified-memory --enable-page-major-kv-layout --enable-hisparse", bool, OUR_CACHE),
     *flags("--enable-lmcache --enable-flexkv --enable-unified-cache-external-linker", bool, OUR_CACHE),
+    Refusal("--disable-hybrid-swa-memory", bool, "window rows are in rings of the request slots; leave it out"),
     Refusal("--kv-canary", other_than("none"), OUR_CACHE),
     # ---- weights
     *flags("--load-format --speculative-draft-load-format", other_than(None, *LOAD_FORMATS), OUR_LOADER),

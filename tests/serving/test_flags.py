@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,36 +27,21 @@ MAX_RUNNING = 6
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "256")
 SIZES = Sizes(
-    lengths=(5, 257, 641),
+    lengths=(5, 520),
     new_tokens=6,
-    batches=(5,),
+    batches=(4,),
     pool_tokens=POOL_TOKENS,
     displaced=0,
-    requests=50,
-    at_once=9,
-    longest=500,
+    requests=30,
+    at_once=8,
+    longest=400,
 )
 OWN_NUMBERS = ("formats", "other weights")
 """Sets whose flags change the model's numbers."""
 TIMEOUT_S = 300
 
 
-def command_lines() -> dict[str, list[str]]:
-    """Name of a server -> its flags: of every set a server for each alternative."""
-    lines = {}
-    for name, rows in server_flags.sets().items():
-        count = 1
-        if name != server_flags.NO_EFFECT:
-            count = max(len(alternatives) for row in rows for alternatives in row.flags)
-        for index in range(count):
-            chosen = [flags[index % len(flags)] for row in rows for flags in row.flags]
-            contexts = dict.fromkeys(row.context for row in rows)
-            words = [word for context in contexts for word in shlex.split(context)]
-            lines[f"{name} {index}" if count > 1 else name] = [*words, *(w for flag in chosen for w in flag.words())]
-    return lines
-
-
-LINES = command_lines()
+LINES = server_flags.command_lines()
 
 
 @pytest.fixture(scope="module")
@@ -213,13 +197,21 @@ def check_sessions(server: Server, folder: Path) -> None:
         assert output_logprobs(answer) == output_logprobs(cold)
 
 
+def check_together(server: Server, folder: Path) -> None:
+    for check in (
+        check_requests,
+        check_hidden_states,
+        check_http,
+        check_chat,
+        check_metrics,
+        check_logs,
+        check_sessions,
+    ):
+        check(server, folder)
+
+
 CHECKS: dict[str, Callable[[Server, Path], None]] = {
+    "together": check_together,
     "priorities": check_priorities,
-    "requests": check_requests,
-    "hidden states": check_hidden_states,
-    "HTTP": check_http,
-    "chat": check_chat,
-    "metrics": check_metrics,
-    "logs": check_logs,
-    "tree": check_sessions,
+    "no preemption": check_priorities,
 }

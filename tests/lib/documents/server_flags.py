@@ -129,3 +129,19 @@ def sets() -> dict[str, tuple[Row, ...]]:
     """The sets of flags that servers are tried with -> their rows."""
     names = dict.fromkeys(row.set for row in rows() if row.set)
     return {name: tuple(row for row in rows() if row.set == name) for name in names}
+
+
+def command_lines() -> dict[str, list[str]]:
+    """Name of a server -> its flags: of every set a server for each alternative, of flags without effect one."""
+    lines = {}
+    for name, of_set in sets().items():
+        count = 1 if name == NO_EFFECT else max(len(values) for row in of_set for values in row.flags)
+        contexts = dict.fromkeys(row.context for row in of_set)
+        for index in range(count):
+            words = [word for context in contexts for word in shlex.split(context)]
+            chosen = (values[index % len(values)] for row in of_set for values in row.flags)
+            lines[f"{name} {index}" if count > 1 else name] = [
+                *words,
+                *(word for flag in chosen for word in flag.words()),
+            ]
+    return lines

@@ -25,7 +25,7 @@ from sglang_dsv4.seam import hooks, install, refused_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = server_flags.rows()
-SETS_WITHOUT_EFFECT = dict.fromkeys(row.set for row in ROWS if row.answer == server_flags.NO_EFFECT and row.set)
+LINES = server_flags.command_lines()
 
 # In a process of its own: resolving arguments sets environment variables and SGLang's global state.
 RESOLVE = """
@@ -165,13 +165,6 @@ def placeholders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return {"model": str(checkpoint), "folder": str(folder), "port": "31999", "ipc": "ipc:///tmp/metrics", **files}
 
 
-def command_line(name: str, placeholders: dict[str, str]) -> list[str]:
-    """The flags without effect of a set."""
-    rows = [row for row in ROWS if row.answer == server_flags.NO_EFFECT and row.set == name]
-    words = [word for row in rows for word in row.words(**placeholders)]
-    return words + [word for row in rows for flags in row.flags for word in flags[0].words(**placeholders)]
-
-
 @pytest.fixture(scope="module")
 def outcomes(
     checkpoint: Path, placeholders: dict[str, str], actions: dict[str, argparse.Action]
@@ -180,21 +173,21 @@ def outcomes(
     one_by_one = [
         ([*row.words(**placeholders), *flag.words(**placeholders)], [actions[flag.name].dest]) for row, flag in cases()
     ]
-    without_effect = [(command_line(name, placeholders), []) for name in SETS_WITHOUT_EFFECT]
+    lines = [(server_flags.fill(words, placeholders), []) for words in LINES.values()]
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, str(checkpoint)],
-        input=json.dumps([*one_by_one, *without_effect]),
+        input=json.dumps([*one_by_one, *lines]),
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
-    return dict(zip([*(flag.text for _, flag in cases()), *SETS_WITHOUT_EFFECT], lines, strict=True))
+    results = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
+    return dict(zip([*(flag.text for _, flag in cases()), *LINES], results, strict=True))
 
 
-@pytest.mark.parametrize("name", SETS_WITHOUT_EFFECT)
-def test_flags_without_effect_are_accepted_together(name: str, outcomes: dict[str, dict[str, Any] | str]) -> None:
+@pytest.mark.parametrize("name", LINES)
+def test_the_flags_of_a_set_are_accepted_together(name: str, outcomes: dict[str, dict[str, Any] | str]) -> None:
     assert outcomes[name] == {}
 
 
