@@ -283,8 +283,24 @@ async def _bad_body(request: Any, error: Exception) -> object:
     """A 400 for an error that SGLang's validators raised while they read a body; a route's error is raised again."""
     if is_from_a_route(error):
         raise error
-    reason = f"The body can't be read as a request to {request.url.path}: {type(error).__name__}: {error}"
-    return await _bad_request(request, ValueError(reason))
+    field = field_that_failed(error)
+    what = "The body can't be read" if field is None else f"{field[0]} can't be read, got {field[1]!r:.100}"
+    return await _bad_request(request, ValueError(f"{what}: {type(error).__name__}: {error}"))
+
+
+def field_that_failed(error: Exception) -> tuple[str, object] | None:
+    """Name and value of the field that a validator was reading; None if it had not begun with a field.
+
+    A validator that runs before pydantic's own has the whole body as `values`, and the field under its own name.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    known = {} if traceback is None else traceback.tb_frame.f_locals
+    body = known.get("values")
+    if not isinstance(body, dict):
+        return None if body is None else ("The body", body)
+    return next(((name, value) for name, value in body.items() if known.get(name, body) is value), None)
 
 
 def is_from_a_route(error: Exception) -> bool:

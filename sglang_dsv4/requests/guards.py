@@ -56,7 +56,8 @@ logger = logging.getLogger(__name__)
 _hidden_size = 0  # hidden size of the DeepSeek-V4 model that this process serves; 0 for none
 
 INT32_MAX = 2**31 - 1
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = {"json_schema": 2**18, "regex": 2**15, "ebnf": 2**15, "structural_tag": 2**18}
+"""The grammars of a request, and the most characters of each: the time of a compilation grows with their square."""
 MOST_ANSWERS = 1024
 """Most answers to one prompt: far more than are decoded at once, few enough to be held in memory."""
 MEDIA = {
@@ -124,7 +125,7 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
     """Check regular expressions and grammars, before ``SamplingParams.normalize``.
 
     Raises:
-        ValueError: an invalid `stop_regex`, or a grammar that `min_new_tokens` contradicts.
+        ValueError: an invalid `stop_regex`, or a grammar that is too long or that `min_new_tokens` contradicts.
     """
     if not serves_deepseek_v4():
         return
@@ -134,6 +135,10 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"stop_regex {pattern!r} is not a regular expression: {error}.") from error
+    for name, longest in GRAMMARS.items():
+        length = len(getattr(params, name) or "")
+        if length > longest:
+            raise ValueError(f"{name} has {length:,} characters: at most {longest:,} are compiled. Shorten it.")
     grammar = next((name for name in GRAMMARS if getattr(params, name)), None)
     if grammar is not None and isinstance(params.min_new_tokens, int) and params.min_new_tokens > 0:
         raise ValueError(

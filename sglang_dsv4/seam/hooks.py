@@ -284,6 +284,9 @@ HOOKS = (
          "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
          "after an update without a flush no prefix is written to or read from a storage backend",
          "SGLang puts the weights' version into the storage key"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
+         "SGLang publishes its gauges after a flush"),
     # ---- the scheduler: sampling and penalties
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),

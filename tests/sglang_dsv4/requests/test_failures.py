@@ -205,7 +205,16 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def read(cls, values: Any) -> Any:
-        return {**values, "value": values["format"].get("value", 0)}  # as ChatCompletionRequest.set_json_schema does
+        format = values.get("format")  # as ChatCompletionRequest.set_json_schema reads `response_format`
+        return {**values, "value": format.get("value", 0)}
+
+
+UNREADABLE: tuple[tuple[Any, str], ...] = (
+    ({"format": "text", "value": 5}, "format can't be read, got 'text': AttributeError: 'str' object"),
+    ({"format": ["a"]}, "format can't be read, got ['a']: AttributeError"),
+    ({}, "The body can't be read: AttributeError"),
+    ([1], "The body can't be read, got [1]: AttributeError"),
+)
 
 
 def test_a_body_that_a_validator_can_not_read_is_a_400(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +236,10 @@ def test_a_body_that_a_validator_can_not_read_is_a_400(monkeypatch: pytest.Monke
         app.middleware_stack = None  # built again with the new handlers
         failures.note_model_and_answer_errors(None, SimpleNamespace(model_config=config))  # type: ignore[arg-type]
         client = TestClient(app, raise_server_exceptions=False)
-        for body in ({"format": "text"}, {"format": ["a"]}, {}, [1], "a"):
+        for body, named in UNREADABLE:
             response = client.post("/read", json=body)
             assert response.status_code == expected, body
-            assert expected == 500 or "can't be read as a request to /read" in response.text
+            assert expected == 500 or response.json()["error"]["message"].startswith(named)
         assert client.post("/read", json={"format": {"value": 1}}).status_code == 500  # not the client's fault
         assert client.post("/read", json={"format": {"value": 2}}).status_code == expected
         assert client.post("/read", json={"format": {"value": 3}}).json() == 3
