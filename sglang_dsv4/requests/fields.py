@@ -23,20 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-OBJECT = dict[str, Any]
-DECLARED: dict[str, Any] = {
-    "watermark": OBJECT | list[OBJECT | None],
-    "logit_bias": dict[str | int, float],
-    "custom_params": OBJECT,
-    "stop_token_ids": list[int | None],
-}
-"""Types of fields that SGLang annotates with `Any`, or more narrowly than it reads them."""
 PROMPTS = ("text", "input_ids", "input_embeds")
-NOT_CHECKED = ("image_data", "video_data", "audio_data", "positional_embed_overrides", "embed_overrides")
-"""Fields that `requests.guards` refuses; a Python caller can pass tensors in them."""
+NOT_CHECKED = ("image_data", "video_data", "audio_data")
+"""Fields that `requests.guards` refuses."""
 NOT_REPEATED = (*PROMPTS, "lora_id", "multi_item_delimiter_indices", "token_indices_to_pool", "decision_layout")
 """Fields of each prompt that SGLang does not repeat for a batch: it reads entry `i` of the value, whatever that is."""
-NOT_REPEATED_IN_EMBEDDINGS = (*NOT_REPEATED, "rid")
+NOT_REPEATED_IN_EMBEDDINGS = (*NOT_REPEATED, "rid", "embed_overrides")
 SET_BY_SGLANG = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 """Fields of SamplingParams that SGLang computes. A request with `is_normalized` would skip its checks."""
 INT64 = range(-(2**63), 2**63)
@@ -81,21 +73,23 @@ def check(request: GenerateReqInput | EmbeddingReqInput) -> None:
         _check_object("session_params", session, session_types())
 
 
-def leave_out_nulls(request: GenerateReqInput | EmbeddingReqInput) -> None:
-    """Remove sampling parameters that are None: they mean SGLang's defaults, but it multiplies by an `n` of None."""
+def leave_out_null_counts(request: GenerateReqInput | EmbeddingReqInput) -> None:
+    """Remove an `n` of None, which means SGLang's default, but which it compares with 1 before that."""
     given = request.sampling_params
     if isinstance(given, dict):
-        request.sampling_params = _without_nulls(given)
+        request.sampling_params = _without_null_count(given)
     elif isinstance(given, list):
-        request.sampling_params = [_without_nulls(one) if isinstance(one, dict) else one for one in given]
+        request.sampling_params = [_without_null_count(one) if isinstance(one, dict) else one for one in given]
 
 
-def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None} if None in given.values() else given
+def _without_null_count(given: dict[str, Any]) -> dict[str, Any]:
+    if "n" in given and given["n"] is None:
+        return {name: value for name, value in given.items() if name != "n"}
+    return given
 
 
 def _check_field(name: str, value: object, field: Field, prompts: int | None, *, repeated: bool) -> None:
-    is_list = field.each and isinstance(value, SEQUENCES)
+    is_list = field.each and isinstance(value, list)
     if fits(value, field.one):
         if prompts is not None and not repeated:
             raise ValueError(f"{name} has one value for {prompts} prompts: give a list with one for each.")
@@ -171,13 +165,31 @@ def not_repeated(request: object) -> tuple[str, ...]:
 
 
 @functools.cache
+def declared() -> dict[str, Any]:
+    """The types of fields that SGLang annotates with `Any`, or more narrowly than it reads them."""
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+    from torch import Tensor
+
+    anything = dict[str, Any]
+    return {
+        "watermark": anything | list[anything | None],
+        "logit_bias": dict[str | int, float],
+        "custom_params": anything,
+        "stop_token_ids": list[int | None],
+        # of Python callers only: JSON can't hold their tensors
+        "positional_embed_overrides": PositionalEmbeds | list[PositionalEmbeds | None],
+        "embed_overrides": list[Tensor] | list[list[Tensor] | None],
+    }
+
+
+@functools.cache
 def types_of(kind: type) -> dict[str, tuple[Any, ...]]:
     """The types of each field of a dataclass or of a msgspec Struct of SGLang."""
     made = {}
     for name, annotation in typing.get_type_hints(kind).items():
         found = alternatives(annotation)
-        if name in DECLARED:
-            found = tuple(dict.fromkeys((*alternatives(DECLARED[name]), *(one for one in found if one is not Any))))
+        if name in declared():
+            found = tuple(dict.fromkeys((*alternatives(declared()[name]), *(one for one in found if one is not Any))))
         made[name] = found
     return made
 

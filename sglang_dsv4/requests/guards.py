@@ -83,15 +83,14 @@ def check_request(request: GenerateReqInput | EmbeddingReqInput, *args: object, 
     """
     if not serves_deepseek_v4():
         return
-    fields.leave_out_nulls(request)
+    fields.leave_out_null_counts(request)
     for field, name in MEDIA.items():
         if _has_any(getattr(request, field, None)):
             raise ValueError(f"{field} was given: DeepSeek-V4 takes text only, no {name}. Leave it out.")
+        if hasattr(request, field):
+            setattr(request, field, None)  # SGLang reads entry `i` of an empty list, too
     if request.input_embeds is not None and not len(request.input_embeds):
         raise ValueError("input_embeds is empty: expected [tokens][hidden size], at least one token.")
-    overrides = request.positional_embed_overrides
-    if overrides is not None and any(type(item).__name__ != "PositionalEmbeds" for item in _flat([overrides]) if item):
-        raise ValueError("positional_embed_overrides cannot be given in JSON. Leave it out.")
     fields.check(request)
     params = request.sampling_params
     for one in params if isinstance(params, list) else [params or {}]:

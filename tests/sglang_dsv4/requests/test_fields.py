@@ -13,6 +13,8 @@ import typing
 from typing import Any, Literal
 
 import pytest
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_dsv4.requests import fields, guards
@@ -38,6 +40,10 @@ def sample(kinds: tuple[Any, ...]) -> Any:
         return [sample(fields.alternatives(inner[0]))]
     if origin is dict or kind is dict:
         return {}
+    if kind is PositionalEmbeds:
+        return PositionalEmbeds(embeds=[torch.zeros(4)], positions=[0])
+    if kind is torch.Tensor:
+        return torch.zeros(1)
     return {bool: True, int: 1, float: 0.5, str: "a", types.NoneType: None}[kind]
 
 
@@ -155,13 +161,13 @@ def test_invalid_requests_are_refused(given: dict[str, Any], reason: str) -> Non
         fields.check(GenerateReqInput(**given))
 
 
-def test_a_parameter_of_null_is_the_default() -> None:
-    """SGLang compared an `n` of None with 1: a 500."""
-    one = GenerateReqInput(**ONE, sampling_params={"n": None, "top_k": 3})
-    fields.leave_out_nulls(one)
+def test_a_count_of_null_is_the_default() -> None:
+    """SGLang compared an `n` of None with 1: a 500. A `max_new_tokens` of None has a meaning: no limit."""
+    one = GenerateReqInput(**ONE, sampling_params={"n": None, "max_new_tokens": None})
+    fields.leave_out_null_counts(one)
     batch = GenerateReqInput(**BATCH, sampling_params=[{"n": None}, {}])
-    fields.leave_out_nulls(batch)
-    assert one.sampling_params == {"top_k": 3} and batch.sampling_params == [{}, {}]
+    fields.leave_out_null_counts(batch)
+    assert one.sampling_params == {"max_new_tokens": None} and batch.sampling_params == [{}, {}]
     one.normalize_batch_and_arguments()
     batch.normalize_batch_and_arguments()
 
@@ -179,7 +185,7 @@ def test_what_passes_is_normalised(kind: type) -> None:
             given[name] = pick.choice(STRANGE)
         request = kind(**given)
         try:
-            fields.leave_out_nulls(request)
+            fields.leave_out_null_counts(request)
             fields.check(request)
         except ValueError as error:
             assert str(error)
