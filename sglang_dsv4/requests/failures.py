@@ -41,6 +41,7 @@ FAILED = "sglang_dsv4: failed: "
 """Prefix of the `rid` in the answer to a control request whose handler raised; the reason follows it."""
 BY_GUARD = "dsv4_guard"
 """Key in the `finished_reason` of an abort that :func:`failure_of` made."""
+UNKNOWN_NAME = re.compile(r"GenerateReqInput(\.__init__)?\(\) got ")
 READING_ERRORS = (AttributeError, TypeError, KeyError, IndexError, RecursionError, OverflowError)
 """Errors of SGLang's validators, which expect an object where a body has another value."""
 
@@ -281,6 +282,8 @@ async def _bad_request(request: Any, error: Exception) -> object:
 
 async def _bad_body(request: Any, error: Exception) -> object:
     """A 400 for an error that SGLang's validators raised while they read a body; a route's error is raised again."""
+    if UNKNOWN_NAME.search(str(error)):  # `/vertex_generate` passes the names in a body on as arguments
+        return await _bad_request(request, ValueError(f"The body has a name that no request has: {error}"))
     if is_from_a_route(error):
         raise error
     field = field_that_failed(error)

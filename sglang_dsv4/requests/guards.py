@@ -1,35 +1,30 @@
-"""Requests that SGLang 0.5.23 answers with a crash, a 500, or not at all: they get a 400 with the reason.
+"""Requests that SGLang 0.5.23 answers with a crash, a 500, not at all, or as if a field were not there: they get a 400.
 
-`checks` has token ids and the numbers of sampling; this module has all other requests. A row of the table can go when
-SGLang checks the request itself.
+`fields` compares every field with its type and with the number of prompts, `checks` has token ids and the numbers of
+sampling, `administration` the calls that act later, `failures` what happens to a request that fails all the same. This
+module has all other requests. A row of the table can go when SGLang checks the request itself.
 
 ===============================  ============================================  =========================================
 request                          what SGLang does                              where
 ===============================  ============================================  =========================================
-a control request that fails     the scheduler ends: profiler, recorder of     Scheduler.process_input_requests
-                                 experts, weights of another model
-a request for tokens that fails  the scheduler ends                            Scheduler.handle_generate_request
-before it is queued
-`positional_embed_overrides`     the scheduler ends: JSON can't hold their     Scheduler.process_input_requests
-in JSON                          objects
 weights that do not fit          half of them are loaded, and its rollback     ModelRunner's WeightUpdater
                                  reads the same files again
-`stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
-`num_steps` below 1              profiles without end                          ProfilerManager._init_profile
-names that do not exist (a       500: a ValueError that no route expects       http_server
-parser, a section of a report)
 invalid token ids for            500: the tokenizer has no such id             OpenAIServingDetokenize
 `/detokenize`
-fewer or more `sampling_params`  500: index out of range                       GenerateReqInput._normalize_*
-than prompts
 `n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*
 empty `input_embeds`             500: its first row is read                    GenerateReqInput._determine_batch_size
 `input_embeds` that are ragged,  the scheduler ends: no tensor can be made of  ScheduleBatch.prepare_for_extend,
 of another width, or overflow    them, or no product, or the result is NaN     ForwardBatch
-images, audio, video             ignored: the model takes text only            TokenizerManager._tokenize_one_request
+images, audio, video             ignored: the model takes text only; 500 for   TokenizerManager._tokenize_one_request,
+                                 a batch with an empty list of them            GenerateReqInput.__getitem__
+`custom_labels` that the         the process that answers clients ends         TokenizerManager.collect_metrics
+metrics do not have
+a `rid` of SGLang's own          a busy scheduler drops it                     Scheduler.process_input_requests
 an invalid `stop_regex`          500                                           SamplingParams.normalize
 a grammar and `min_new_tokens`   500: every token is forbidden                 BatchedMinNewTokensPenalizer
 a grammar that no text fulfils   500 after its first token                     XGrammarGrammarBackend._from_context
+a long grammar                   it is compiled for half a minute              XGrammarGrammarBackend
+`best_of`, `suffix`              ignored                                       OpenAIServingCompletion
 ===============================  ============================================  =========================================
 """
 
@@ -87,8 +82,8 @@ def check_request(request: GenerateReqInput | EmbeddingReqInput, *args: object, 
     for field, name in MEDIA.items():
         if _has_any(getattr(request, field, None)):
             raise ValueError(f"{field} was given: DeepSeek-V4 takes text only, no {name}. Leave it out.")
-        if hasattr(request, field):
-            setattr(request, field, None)  # SGLang reads entry `i` of an empty list, too
+    # SGLang reads entry `i` of an empty list of media, too.
+    vars(request).update({field: None for field in MEDIA if hasattr(request, field)})
     if request.input_embeds is not None and not len(request.input_embeds):
         raise ValueError("input_embeds is empty: expected [tokens][hidden size], at least one token.")
     fields.check(request)

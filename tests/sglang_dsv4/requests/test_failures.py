@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, model_validator
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_dsv4.requests import failures
@@ -226,6 +226,8 @@ def test_a_body_that_a_validator_can_not_read_is_a_400(monkeypatch: pytest.Monke
             raise AttributeError("a fault of the server")
         if body.value == 2:
             raise ValueError("a parser that does not exist")
+        if body.value == 4:
+            GenerateReqInput(**{"text": "a", "type": "b"})  # as /vertex_generate
         return body.value
 
     server = SimpleNamespace(app=app, serve_generate_request=lambda obj, request: None)
@@ -243,3 +245,4 @@ def test_a_body_that_a_validator_can_not_read_is_a_400(monkeypatch: pytest.Monke
         assert client.post("/read", json={"format": {"value": 1}}).status_code == 500  # not the client's fault
         assert client.post("/read", json={"format": {"value": 2}}).status_code == expected
         assert client.post("/read", json={"format": {"value": 3}}).json() == 3
+        assert client.post("/read", json={"format": {"value": 4}}).status_code == expected
