@@ -90,9 +90,12 @@ def test_it_is_answered_without_the_requests_fields() -> None:
     with pytest.raises(TypeError):
         TokenizerManager._handle_abort_req(Manager(r=State()), abort)
 
+    def not_asked(manager: Manager, abort: AbortReq) -> None:
+        pytest.fail("SGLang's function reads the request's fields")
+
     state = State()
     manager = Manager(r=state, other=State())
-    failures.finish_aborted(TokenizerManager._handle_abort_req, manager, abort)
+    failures.finish_aborted(not_asked, manager, abort)
     (out,) = state.out_list
     assert out["meta_info"]["finish_reason"] == {"type": "abort", "status_code": 400, "message": "TypeError: why"}
     assert out["text"] == "" and out["output_ids"] == [] and state.finished and state.event.is_set()
