@@ -132,6 +132,20 @@ FOREIGN = (
         form="`0,1|2,3`",
     ),
     Switch(
+        "OMP_NUM_THREADS",
+        (),
+        "the cores, at most 4",
+        "set by `make serve` unless the user did: the threads of a rank",
+        form="a number",
+    ),
+    Switch(
+        "OMP_WAIT_POLICY",
+        (),
+        "passive",
+        "set by `make serve` unless the user did: threads sleep while they wait",
+        form="passive or active",
+    ),
+    Switch(
         "TORCHDYNAMO_DISABLE",
         (),
         "1",

@@ -286,7 +286,7 @@ class Metrics:
 def start(result: None, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
     """Declare the metrics, if the server has any; runs after `TokenizerManager.__init__`."""
     global _metrics
-    if manager.enable_metrics and live.is_launched():
+    if manager.enable_metrics and live.serves_deepseek_v4():
         _metrics = Metrics(manager.metrics_collector.labels)
 
 

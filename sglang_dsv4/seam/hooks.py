@@ -21,6 +21,7 @@ PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
 LOG_SOFTMAX = "enable_deterministic"
+GENERATE_ROUTE = "serve_generate_request"
 
 
 class Kind(Enum):
@@ -83,6 +84,8 @@ class Hook(NamedTuple):
 _CHOICES = "sglang.srt.arg_groups.choices"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_PROFILER = "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager"
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
@@ -152,13 +155,16 @@ HOOKS = (
          f"{_REQUESTS}.checks:check_sampling_parameters",
          "numbers that would overflow a batch's tensors get a 400", _VALIDATES),
     Hook("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
-         f"{_REQUESTS}.guards:check_generate_request",
-         "malformed prompts, embeddings, `n` and media get a 400", _VALIDATES),
+         f"{_REQUESTS}.guards:check_request",
+         "fields of another type or of another number of prompts, embeddings, `n` and media get a 400", _VALIDATES),
+    Hook("sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
+         f"{_REQUESTS}.guards:check_request",
+         "as for the row above, on the routes for embeddings", _VALIDATES),
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.normalize", Kind.BEFORE, Process.EVERY,
          f"{_REQUESTS}.guards:check_text_parameters",
          "an invalid `stop_regex`, or a grammar together with `min_new_tokens`, gets a 400", _VALIDATES),
     Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", Kind.AROUND, Process.EVERY,
-         f"{_REQUESTS}.guards:raise_failures",
+         f"{_REQUESTS}.failures:raise_failures",
          "a control request that failed in the scheduler gets a 400",
          "SGLang's scheduler answers failed control requests with an error"),
     Hook("sglang.srt.arg_groups.speculative_hook._handle_dspark", Kind.AROUND, Process.EVERY,
@@ -178,15 +184,27 @@ HOOKS = (
          "sglang_dsv4.warmup.cuda_graphs:resolve_cuda_graphs",
          "no CUDA graphs of prefills, nor of decode steps while an op can't be captured", _STAYS),
     # ---- the process that answers clients
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
-         f"{_REQUESTS}.guards:answer_value_errors",
-         "a ValueError that no route catches is a 400, not a 500", "SGLang's HTTP server answers 400"),
+    Hook(f"{_TOKENIZER}.__init__", Kind.AFTER, Process.LAUNCHER, f"{_REQUESTS}.failures:note_model_and_answer_errors",
+         "a ValueError that no route catches, and a body that SGLang's validators can't read, are a 400, not a 500",
+         "SGLang's HTTP server answers 400"),
+    Hook(f"{_TOKENIZER}._handle_abort_req", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.failures:finish_aborted",
+         "an abort by our guard is answered with the reason alone; SGLang reads fields of the request",
+         "SGLang's scheduler survives a handler that raises"),
+    Hook(f"{_TOKENIZER}._handle_batch_output", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.failures:finish_outputs",
+         "an output that can't be handled ends its requests, not the server", "SGLang's output loop survives an error"),
+    Hook(f"{_TOKENIZER}._handle_abort_finish_reason", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.failures:raise_in_streams",
+         "a refused request in a stream is an error without the token that SGLang computes for it",
+         "SGLang's scheduler refuses a request without a forward"),
+    Hook(f"{_TOKENIZER}.configure_logging", Kind.BEFORE, Process.LAUNCHER, f"{_REQUESTS}.administration:check_logging",
+         "levels, formats and folders that do not exist get a 400 before the first is set", _VALIDATES),
+    Hook("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request", Kind.AFTER,
+         Process.LAUNCHER, f"{_REQUESTS}.guards:check_completion",
+         "fields of `/v1/completions` that SGLang ignores, `best_of` and `suffix`, get a 400",
+         "SGLang implements or refuses them"),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
-         "sglang_dsv4.seam.live:note_launched", "says to the rows below whether the model is a DeepSeek-V4",
-         "those rows are gone"),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
          f"{_REQUESTS}.tool_calls:start", "declares the metrics of tool calls", _CALLS),
     Hook(f"{_RECIPE}._new_output_parser", Kind.AROUND, Process.LAUNCHER,
@@ -227,8 +245,15 @@ HOOKS = (
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:start", "seeds the random numbers that all ranks share", _SEEDS),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.guards:start", "guards the scheduler's dispatcher (row below)",
+         f"{_REQUESTS}.failures:start", "guards the scheduler's dispatcher (row below)",
          "SGLang's scheduler survives a handler that raises"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.guards:note_hidden_size", "the width that embeddings must have", _VALIDATES),
+    Hook(f"{_PROFILER}._profile", Kind.AROUND, Process.SCHEDULER, f"{_REQUESTS}.administration:profile",
+         "a profile that can't be written, or would be started twice, gets a 400", _VALIDATES),
+    Hook(f"{_PROFILER}._profile_batch_predicate", Kind.AROUND, Process.SCHEDULER,
+         f"{_REQUESTS}.administration:profile_step",
+         "a profile that fails between two forwards is dropped", "SGLang's scheduler survives a profile that fails"),
     # ---- the scheduler: pools and batches
     Hook(f"{_CONFIGURATOR}.KVCacheConfigurator._build_dsv4_kv_pool", Kind.REPLACE, Process.SCHEDULER,
          "sglang_dsv4.prefix.pool_setup:build_kv_pool",
@@ -278,6 +303,9 @@ HOOKS = (
          "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
          "after an update without a flush no prefix is written to or read from a storage backend",
          "SGLang puts the weights' version into the storage key"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
+         "SGLang publishes its gauges after a flush"),
     # ---- the scheduler: sampling and penalties
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
@@ -334,8 +362,11 @@ HOOKS = (
     Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:read_calls",
          "reads the calls, and keeps the text before half a letter (`requests.tool_calls.make_parser`)", _CALLS),
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
-         f"{_REQUESTS}.guards:guard", "a request whose handler raises is answered with the reason "
-         "(`requests.guards.start`)", "SGLang's scheduler survives a handler that raises"),
+         f"{_REQUESTS}.failures:guard", "a request whose handler raises is answered with the reason "
+         "(`requests.failures.start`)", "SGLang's scheduler survives a handler that raises"),
+    Hook(f"sglang.srt.entrypoints.http_server.{GENERATE_ROUTE}", Kind.ATTRIBUTE, Process.LAUNCHER,
+         f"{_REQUESTS}.failures:refuse_streams", "a stream of `/generate` that begins with an error is a 400 "
+         "(`requests.failures.note_model_and_answer_errors`)", "SGLang begins a stream after the request is accepted"),
     Hook(f"{_SAMPLER}.Sampler.{LOG_SOFTMAX}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
          "(`requests.sampling.start`)", _SEEDS),

@@ -14,29 +14,11 @@ from sglang_dsv4.seam.refused_flags import refuse_unsupported_arguments
 
 
 def arguments(**fields: Any) -> SimpleNamespace:
-    unset = {
-        "device": "cpu",
-        "dtype": "auto",
-        "kv_cache_dtype": "auto",
-        "max_total_tokens": None,
-        "max_running_requests": None,
-        "radix_cache_backend": None,
-        "enable_streaming_session": False,
-        "disaggregation_mode": "null",
-        "speculative_algorithm": None,
-        "speculative_use_rejection_sampling": False,
-        "pp_size": 1,
-        "attn_dp_size": 1,
-        "moe_a2a_backend": "none",
-        "page_size": None,
-        "enable_hierarchical_cache": False,
-        "hicache_host_memory_mode": "cache",
-        "hicache_host_memory_fraction": 0.8,
-        "enable_lora": False,
-        "tool_call_parser": "deepseekv4",
-        "tokenizer_worker_num": 1,
-    }
-    return SimpleNamespace(**{**unset, **fields})
+    """SGLang's defaults for a server on a CPU, and the fields."""
+    from sglang.srt.server_args import ServerArgs
+
+    unset = ServerArgs(model_path="none", device="cpu")
+    return SimpleNamespace(**{**{name: getattr(unset, name) for name in unset.__struct_fields__}, **fields})
 
 
 FLOAT_CONFIG = SimpleNamespace(dtype="float32")
@@ -138,20 +120,12 @@ def test_sglang_does_not_replace_a_page_size_silently(resolved: Callable[..., An
         ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
         ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling on a CPU"),
         ("page_size", 64, "--page-size 64"),
-        ("tokenizer_worker_num", 2, "--tokenizer-worker-num 2 with --tool-call-parser deepseekv4"),
     ],
 )
 def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: str) -> None:
     refuse_unsupported_arguments(arguments(page_size=256), CONFIG)
     with pytest.raises(ValueError, match=flag):
         refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
-
-
-def test_a_server_that_parses_calls_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
-    refuse_unsupported_arguments(arguments(tool_call_parser=None, page_size=256), CONFIG)
-    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER with --tool-call-parser deepseekv4"):
-        refuse_unsupported_arguments(arguments(), CONFIG)
 
 
 def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:
