@@ -160,8 +160,8 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
     info = SimpleNamespace(
         device="cpu", penalizer_orchestrator=penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds)
     )
-    monkeypatch.setattr(penalties, "are_counted_here", lambda device: True)
-    penalties.count_earlier(None, info, batch, 16)  # type: ignore[arg-type]
+    monkeypatch.setattr(live, "_live", object())
+    penalties.complete(None, info, batch, 16)  # type: ignore[arg-type]
     assert info.penalizer_orchestrator.batch is batch
 
     logits = torch.full((len(reqs), 16), 2.0)
