@@ -45,7 +45,7 @@ def places_in(tree: ast.AST, operators: bool) -> set[str]:
     def visit(node: ast.AST, function: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
-                visit(child, child.name)
+                visit(child, function or child.name)  # a function's own functions are part of it
                 continue
             if isinstance(child, ast.BinOp | ast.AugAssign) and isinstance(child.op, ast.Div) and operators:
                 found.add(function)

@@ -106,7 +106,8 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
         if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*sampling_setup())):
             error = error or reason
             req.sampling_params.sampling_seed = None
-    error = error or sampling.reason_against_min_p(req, sampling_setup()[1])
+    if sampling.uses_min_p(req):
+        error = error or sampling.reason_against_min_p(sampling_setup()[1])
     if flag.is_on():
         error = error or refused_requests.reason_against(req, *accelerator_setup())
     if req.logprob.top_logprobs_num > req.vocab_size:

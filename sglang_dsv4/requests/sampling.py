@@ -123,9 +123,14 @@ def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | Non
     return None
 
 
-def reason_against_min_p(req: Req, speculative_algorithm: str | None) -> str | None:
-    """Why this server can't use a request's min_p, for a 400; None if it can. `speculative_algorithm` as above."""
-    if speculative_algorithm is None or is_greedy(req) or req.sampling_params.min_p == 0:
+def uses_min_p(req: Req) -> bool:
+    """Whether a request limits its draws by min_p; a greedy request draws nothing."""
+    return not is_greedy(req) and req.sampling_params.min_p > 0
+
+
+def reason_against_min_p(speculative_algorithm: str | None) -> str | None:
+    """Why this server can't use min_p, for a 400; None if it can."""
+    if speculative_algorithm is None:
         return None
     return (
         f"min_p is not supported by a server with --speculative-algorithm {speculative_algorithm}, whose verification "

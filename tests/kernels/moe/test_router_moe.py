@@ -70,7 +70,7 @@ scores is so small that LEAST_SUM counts."""
 
 @pytest.mark.parametrize("logit", ENDS, ids="{:g}".format)
 def test_weights_are_finite_whatever_the_logits(logit: float) -> None:
-    """Where all chosen scores are 0, the weights were 0 / 0; the hash router does not look at the scores it divides."""
+    """The weights of scores that are all 0 were 0 / 0; the hash router does not look at the scores that it divides."""
     logits = torch.full((2, 8), logit)
     logits[1, 3] = -logit
     table = torch.arange(6).expand(1, 6)
