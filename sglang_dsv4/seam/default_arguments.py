@@ -111,6 +111,8 @@ def default_arguments(
     defaults: dict[str, Any] = {}
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
+    if not arguments.enable_cache_report:  # the flag has no form that switches it off
+        defaults["enable_cache_report"] = True
     if arguments.device == "cpu":
         if arguments.dtype == "auto" and str(hf_config.dtype) in ("torch.float32", "float32"):
             defaults["dtype"] = "float32"  # SGLang's "auto" is float16 here

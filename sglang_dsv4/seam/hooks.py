@@ -84,6 +84,7 @@ _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor"
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_ENTRY = "sglang.srt.entrypoints"
 _SAMPLER = "sglang.srt.layers.sampler"
 _EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
 _DSPARK = "sglang.srt.speculative.dspark_components.dspark_verify"
@@ -101,6 +102,7 @@ _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds i
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
 _DRAFTED = "SGLang's verification samples each row as without drafts"
+_SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
 
@@ -184,6 +186,16 @@ HOOKS = (
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
+    Hook(f"{_ENTRY}.openai.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
+         f"{_REQUESTS}.chat_switches:settle",
+         "`thinking`, `enable_thinking` and a thinking budget of a chat request are honoured, contradictions get a 400",
+         _SWITCHES),
+    Hook(f"{_ENTRY}.anthropic.serving.AnthropicServing._convert_to_chat_completion_request", Kind.AFTER,
+         Process.LAUNCHER, f"{_REQUESTS}.chat_switches:carry_budget",
+         "`thinking.budget_tokens` is kept", _SWITCHES),
+    Hook(f"{_ENTRY}.openai.serving_completions.OpenAIServingCompletion._validate_request", Kind.AFTER,
+         Process.LAUNCHER, f"{_REQUESTS}.chat_switches:refuse_suffix",
+         "a completion in the middle gets a 400", _SWITCHES),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
