@@ -6,8 +6,6 @@ request                              what SGLang does                           
 `thinking: {"type": "enabled"}`      ignored: only models whose template has it  as `chat_template_kwargs.thinking`
 `chat_template_kwargs`:              ignored, `thinking` alone is read; "false"  as `thinking`; a 400 unless true or
 `enable_thinking`                    (a text) switches thinking on               false
-`chat_template_kwargs`:              ignored                                     as `reasoning_effort`
-`reasoning_effort`
 `thinking.budget_tokens`             ignored; a log line on Anthropic's route    a thinking budget
 switches that contradict each other  one of them is ignored                      a 400
 `suffix` of a completion             ignored                                     a 400
@@ -43,7 +41,6 @@ def settle(serving: OpenAIServingChat, request: ChatCompletionRequest, *args: An
     if serving.chat_encoding_spec != ENCODING:
         return
     options = dict(request.chat_template_kwargs or {})
-    request.reasoning_effort = effort_of(request.reasoning_effort, options)
     switch, budget = thinking_of(request.thinking)
     thinking = toggle_of(options, switch, request.reasoning_effort)
     if thinking is None:
@@ -57,20 +54,6 @@ def settle(serving: OpenAIServingChat, request: ChatCompletionRequest, *args: An
                 f"thinking.budget_tokens is {budget} and custom_params.{PARAMETER} is {params[PARAMETER]}: send one."
             )
         request.custom_params = params
-
-
-def effort_of(effort: Any, options: dict[str, Any]) -> Any:
-    """The reasoning effort that a request names as a field, or else in its `chat_template_kwargs`.
-
-    Raises:
-        ValueError: it names two.
-    """
-    other = options.get("reasoning_effort")
-    if other is not None and effort is not None and other != effort:
-        raise ValueError(
-            f"reasoning_effort is {effort!r} and chat_template_kwargs.reasoning_effort {other!r}: send one."
-        )
-    return other if effort is None else effort
 
 
 def thinking_of(value: Any) -> tuple[bool | None, int | None]:

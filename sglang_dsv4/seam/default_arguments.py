@@ -108,11 +108,9 @@ def default_arguments(
     arguments: Any, hf_config: Any
 ) -> dict[str, Any]:  # arguments: ServerArgs, or SGLang's view of it
     """The arguments that a DeepSeek-V4 server needs and its user did not set: field of ServerArgs -> value."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"enable_cache_report": True}  # no flag of SGLang's switches it off
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
-    if not arguments.enable_cache_report:  # the flag has no form that switches it off
-        defaults["enable_cache_report"] = True
     if arguments.device == "cpu":
         if arguments.dtype == "auto" and str(hf_config.dtype) in ("torch.float32", "float32"):
             defaults["dtype"] = "float32"  # SGLang's "auto" is float16 here
