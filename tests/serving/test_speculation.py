@@ -7,6 +7,7 @@ speculation is the session's; the servers with it also keep prefixes in host mem
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,7 @@ def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server
         assert accounts[0]["pages_from"] == {tier: 1024} and accounts[2]["pages_from"] == {tier: 256}, accounts
 
 
+@pytest.mark.slow
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
     """An answer ends at a stop token, a stop string or the limit, at each position of a block."""
     prompts = random_prompts(4, [40] * 4)
@@ -123,8 +125,9 @@ def test_answers_end_inside_a_block(server: Server, speculating: Speculating) ->
             options = {"max_new_tokens": 14, **options}
             assert_same(ask(server, prompts, 4, **options), ask(speculating.server, prompts, 4, **options))
     word = server.generate(prompts[0], max_new_tokens=12)["text"][-4:]
-    options = {"max_new_tokens": 14, "stop": [word]}
-    assert_same(ask(server, prompts[:1], 1, **options), ask(speculating.server, prompts[:1], 1, **options))
+    for options in ({"stop": [word]}, {"stop_regex": re.escape(word)}):
+        options = {"max_new_tokens": 14, **options}
+        assert_same(ask(server, prompts[:1], 1, **options), ask(speculating.server, prompts[:1], 1, **options))
 
 
 def test_grammars_are_kept(server: Server, speculating: Speculating) -> None:
@@ -148,7 +151,12 @@ def test_grammars_are_kept(server: Server, speculating: Speculating) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 40}, {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 40},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 1.0, "top_k": 20, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "min_new_tokens": 5},
+    ],
 )
 def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Speculating, options: dict[str, Any]) -> None:
     if speculating.algorithm == "DSPARK":
@@ -219,6 +227,7 @@ def answers(server: Server, prompts: list[list[int]], **options: Any) -> list[di
         "input_ids": prompts,
         "sampling_params": {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **options},
         "return_logprob": True,
+        "top_logprobs_num": 3,
     }
     if processor is not None:
         body["custom_logit_processor"] = getattr(custom_logit_processor, processor).to_str()
@@ -252,6 +261,8 @@ def test_options_have_the_bits_of_a_server_without_drafts(
     speculating.will_answer(prompts, plain)
     drafted = answers(speculating.server, prompts, **options)
     assert_same(plain, drafted)
+    tops = [[one["meta_info"]["output_top_logprobs"] for one in results] for results in (plain, drafted)]
+    assert tops[0] == tops[1]
     assert tokens_a_step(drafted) > 1.4
     if name == "min_new_tokens":
         assert [len(one["output_ids"]) for one in drafted] == [10, 10, 10]
@@ -273,10 +284,9 @@ def test_min_p_is_refused_where_it_would_be_ignored(speculating: Speculating) ->
     assert ("min_p" in response.text) == (speculating.algorithm == "DSPARK")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"frequency_penalty": 1.5, "repetition_penalty": 1.2}, marks=pytest.mark.slow)],
-    ids=["plain", "penalties"],
+    "options", [{}, {"frequency_penalty": 1.5, "repetition_penalty": 1.2}], ids=["plain", "penalties"]
 )
 def test_retracted_and_aborted_requests_leave_no_trace(
     server: Server, speculating: Speculating, options: dict[str, float]
