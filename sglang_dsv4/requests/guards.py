@@ -12,8 +12,9 @@ a request for tokens that fails  the scheduler ends                            S
 before it is queued
 `positional_embed_overrides`     the scheduler ends: JSON can't hold their     Scheduler.process_input_requests
 in JSON                          objects
-weights that do not fit          half of them are loaded, and its rollback     ModelRunner's WeightUpdater
-                                 reads the same files again
+weights that do not fit, where   half of them are loaded, and its rollback     ModelRunner's WeightUpdater
+SGLang's layers keep them in a   reads the same files again
+layout of their own
 `stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
 `num_steps` below 1              profiles without end                          ProfilerManager._init_profile
 names that do not exist (a       500: a ValueError that no route expects       http_server
@@ -156,9 +157,14 @@ async def raise_failures(
 
 def answer_value_errors(result: None, *args: object, **kwargs: object) -> None:
     """Answer 400 to a ValueError that no route catches; runs after ``TokenizerManager.__init__``."""
+    if (app := http_app()) is not None:
+        app.add_exception_handler(ValueError, _bad_request)
+
+
+def http_app() -> Any:
+    """SGLang's FastAPI application; None in an Engine without HTTP."""
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if server is not None:  # an Engine without HTTP has none
-        server.app.add_exception_handler(ValueError, _bad_request)
+    return None if server is None else server.app
 
 
 async def _bad_request(request: object, error: Exception) -> object:

@@ -89,6 +89,9 @@ _OPS = "sglang.kernels.ops.speculative"
 _REQUESTS = "sglang_dsv4.requests"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
+_ROUTES = "sglang_dsv4.weights.routes"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
@@ -97,6 +100,7 @@ _VALIDATES = "SGLang validates the value and answers 400"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _TIMES = "SGLang logs the duration of its start-up phases"
+_UPDATES = "SGLang's weight updates are all or nothing"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
 
 SELF_CHECK = (
@@ -176,6 +180,18 @@ HOOKS = (
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
          f"{_REQUESTS}.guards:answer_value_errors",
          "a ValueError that no route catches is a 400, not a 500", "SGLang's HTTP server answers 400"),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_ROUTES}:add_route", "a weight update that its trainer will not end can be dropped", _UPDATES),
+    *(
+        Hook(f"{_CONTROL}.update_weights_from_{source}", Kind.BEFORE, Process.LAUNCHER, f"{_ROUTES}:hold_version",
+             "a weight version is reported once its weights serve", _UPDATES)
+        for source in ("tensor", "distributed")
+    ),
+    Hook(f"{_CONTROL}.end_weight_update", Kind.AROUND, Process.LAUNCHER, f"{_ROUTES}:end",
+         "the scheduler is asked again while it finishes its last step; the weight version is set", _UPDATES),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk", Kind.AROUND,
+         Process.LAUNCHER, f"{_ROUTES}:from_files",
+         "the scheduler is asked again while it finishes its last step", _UPDATES),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
@@ -251,11 +267,21 @@ HOOKS = (
          Process.SCHEDULER, f"{_REQUESTS}.guards:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
          "SGLang reloads the old weights when an update fails"),
-    Hook("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-         ".flush_cache_after_weight_update", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
-         "after an update without a flush no prefix is written to or read from a storage backend",
-         "SGLang puts the weights' version into the storage key"),
+    *(
+        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"sglang_dsv4.weights.session:{function}", why,
+             _UPDATES)
+        for method, function, why in (
+            ("begin_weight_update", "begin", "tensors are kept in host memory until the update ends"),
+            ("update_weights_from_tensor", "from_tensors", "a bucket is checked; the weights that serve stay"),
+            ("update_weights_from_distributed", "from_group", "a bucket is checked; the weights that serve stay"),
+            ("end_weight_update", "end", "all models and ranks exchange their weights and flush the cache, or none"),
+            ("update_weights_from_disk", "from_files", "all models and ranks exchange their weights, or none"),
+            ("update_weights_from_ipc", "from_ipc", "all models and ranks exchange their weights, or none"),
+        )
+    ),
+    Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.weights.session:note_lost_weights",
+         "weights whose memory was released without a copy must come whole", _UPDATES),
     # ---- the scheduler: sampling and penalties
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
