@@ -30,6 +30,7 @@ from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.compat import is_our_class
+from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
 from sglang_dsv4.weights.checkpoint_files import read_config, stated
 from sglang_dsv4.weights.loader import CheckpointError
 from sglang_dsv4.weights.routes import ABANDON, BUSY
@@ -51,7 +52,7 @@ def begin(original: Handler, manager: SchedulerWeightUpdaterManager, request: An
     """SGLang's answer to `/begin_weight_update`; from now on tensors are kept in host memory."""
     if not _is_ours(manager):
         return original(manager, request)
-    runners = manager._select_runners(request.selector)
+    runners = runners_of(manager, request.selector)
     reason = _released(manager) or _reason_against(runners)
     if not runners:
         reason = f"there is no model to update: the server has no {request.selector}"
@@ -132,7 +133,7 @@ def from_files(original: Handler, manager: SchedulerWeightUpdaterManager, reques
     """The answer to `/update_weights_from_disk`: whether the new weights serve. If not, those of before do."""
     if not _is_ours(manager):
         return original(manager, request)
-    runners = manager._select_runners()
+    runners = runners_of(manager)
     if _reason_against(runners) is not None:
         if (busy := _busy(manager)) is not None:
             return io_struct.UpdateWeightFromDiskReqOutput(success=False, message=busy)
@@ -157,7 +158,7 @@ def from_ipc(original: Handler, manager: SchedulerWeightUpdaterManager, request:
     """The answer to `/update_weights_from_ipc` (checkpoint-engine): whether the new weights serve."""
     if not _is_ours(manager):
         return original(manager, request)
-    runners = manager._select_runners()
+    runners = runners_of(manager)
     reason = _reason_against(runners)
     if reason is not None:
         return io_struct.UpdateWeightsFromIPCReqOutput(success=False, message=reason)
@@ -183,7 +184,7 @@ def note_lost_weights(result: None, manager: SchedulerWeightUpdaterManager, requ
     released = _WEIGHTS in (request.tags or [_WEIGHTS]) and manager.memory_saver_adapter.enabled
     if _is_ours(manager) and released:
         features = get_exec().features
-        for role, runner in manager._select_runners():
+        for role, runner in runners_of(manager):
             kept = features.enable_weights_cpu_backup or (role == "draft" and features.enable_draft_weights_cpu_backup)
             runner.model.weights_are_lost = runner.model.weights_are_lost or not kept
 
@@ -215,7 +216,7 @@ def _is_ours(manager: SchedulerWeightUpdaterManager) -> bool:
 
 def _updates(manager: SchedulerWeightUpdaterManager) -> dict[str, WeightUpdate]:
     """The open updates by role."""
-    models = ((role, runner.model) for role, runner in manager._select_runners())
+    models = ((role, runner.model) for role, runner in runners_of(manager))
     return {role: model.weight_update for role, model in models if getattr(model, "weight_update", None) is not None}
 
 
@@ -233,7 +234,7 @@ def _opened(manager: SchedulerWeightUpdaterManager, request: Any) -> list[tuple[
             f"load_format {request.load_format!r} writes to parameters unchecked: leave it out, or take "
             "'flattened_bucket'"
         )
-    runners = manager._select_runners(request.selector)
+    runners = runners_of(manager, request.selector)
     if unopened := [role for role, runner in runners if runner.model.weight_update is None]:
         raise CheckpointError(
             f"selector {request.selector!r} includes the {' and '.join(unopened)}, for which /begin_weight_update was "
@@ -258,7 +259,7 @@ def _receive_bucket(manager: SchedulerWeightUpdaterManager, source: str, receive
     updates = _updates(manager)
     if not updates:
         return {"success": False, "message": "tensors come between /begin_weight_update and /end_weight_update"}
-    with manager._observe_weight_load(source):
+    with timed(manager, source):
         error = _first_error(manager, receive)
     if error is None:
         counts = ", ".join(f"{update.tensors} of the {role}" for role, update in updates.items())
@@ -276,10 +277,10 @@ def _at_once(manager: SchedulerWeightUpdaterManager, source: str, receive: Calla
         return False, OPEN
     if (busy := _busy(manager)) is not None:
         return False, busy
-    for _, runner in manager._select_runners():
+    for _, runner in runners_of(manager):
         runner.model.weight_update = WeightUpdate(runner.model)
     try:
-        with manager._observe_weight_load(source):
+        with timed(manager, source):
             error = _first_error(manager, receive)
             return (False, _unchanged(error)) if error is not None else _exchange(manager)
     finally:
@@ -307,8 +308,7 @@ def _read_files(runner: ModelRunner, path: str, load_format: str) -> Callable[[]
     loader = get_model_loader(load_config, config)
     if not isinstance(loader, DefaultModelLoader):
         raise CheckpointError(f"load_format {load_format!r} can't be read while the server runs: expected 'auto'")
-    source = DefaultModelLoader.Source.init_new(config, model)
-    model.weight_update.add(loader._get_weights_iterator(source), path)
+    model.weight_update.add(tensors_of(loader, config, model), path)
 
     def note() -> None:
         updater.model_config.model_path = path
@@ -333,7 +333,7 @@ def _require_same_config(ours: Config, path: str, model_config: Any) -> None:
 
 def _check(manager: SchedulerWeightUpdaterManager, whole: bool) -> None:
     """Check every open update; weights that were lost must come whole."""
-    for role, runner in manager._select_runners():
+    for role, runner in runners_of(manager):
         model = runner.model
         if model.weight_update is not None:
             try:
@@ -363,7 +363,7 @@ def _busy(manager: SchedulerWeightUpdaterManager) -> str | None:
     """Why weights can't be exchanged now, though later; the same on every rank."""
     if (released := _released(manager)) is not None:
         return released
-    if manager.is_fully_idle(ignore_waiting=manager.scheduler._engine_paused):
+    if is_idle(manager):
         return None
     return (
         f"{BUSY}: their KV is of the old weights. POST /pause_generation with mode retract or abort (in_place keeps "
@@ -412,7 +412,7 @@ def _exchange(manager: SchedulerWeightUpdaterManager) -> tuple[bool, str]:
                 "some of both. Start the server again."
             ) from again
         return False, _unchanged(error)
-    for _, runner in manager._select_runners():
+    for _, runner in runners_of(manager):
         if runner.model.weight_update is not None:
             runner.model.weights_are_lost = False
     counts = " and ".join(f"{update.tensors} tensors of the {role}" for role, update in updates.items())
@@ -431,9 +431,9 @@ def _synchronise() -> None:
 
 def _close(manager: SchedulerWeightUpdaterManager) -> None:
     """Drop all open updates and end SGLang's session."""
-    for _, runner in manager._select_runners():
+    for _, runner in runners_of(manager):
         runner.model.weight_update = None
-    manager._session = None
+    close_session(manager)
 
 
 def _unchanged(error: str) -> str:
