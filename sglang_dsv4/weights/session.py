@@ -91,14 +91,17 @@ def from_group(original: Handler, manager: SchedulerWeightUpdaterManager, reques
         return original(manager, request)
 
     def receive() -> None:
-        # Received in any case: the trainer's broadcast waits for it.
-        named = manager.tp_worker.model_runner.weight_updater.receive_weights_from_distributed(
+        # Received in any case: the trainer's broadcast waits for it. FP8 is received as bytes, since gloo does not know
+        # it, nor NCCL the dtype of its scales.
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in request.dtypes]
+        received = manager.tp_worker.model_runner.weight_updater.receive_weights_from_distributed(
             names=request.names,
-            dtypes=request.dtypes,
+            dtypes=[torch.uint8 if dtype.itemsize == 1 else dtype for dtype in dtypes],
             shapes=request.shapes,
             group_name=request.group_name,
             load_format=request.load_format,
         )
+        named = [(name, tensor.view(dtype)) for (name, tensor), dtype in zip(received, dtypes, strict=True)]
         for _, runner in _opened(manager, request):
             runner.model.load_weights(named)
 

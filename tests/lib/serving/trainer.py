@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -62,7 +63,12 @@ class Trainer:
                     shapes=[list(tensor.shape) for _, tensor in bucket],
                 )
                 for _, tensor in bucket:
-                    torch.distributed.broadcast(tensor.contiguous().view(torch.uint8), src=0, group=self._group)
+                    sent = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+                    work = torch.distributed.broadcast(sent, src=0, group=self._group, async_op=True)
+                    while not work.is_completed():
+                        if announced.done():
+                            announced.result()  # the server did not receive it, and said why
+                        time.sleep(0.001)
                 announced.result()
         return self.do("end_weight_update")
 

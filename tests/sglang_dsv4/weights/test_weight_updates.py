@@ -444,11 +444,12 @@ class SendingGroup:
 
         def broadcast(tensor: Tensor, src: int, group: object, async_op: bool) -> object:
             assert (src, group, async_op) == (0, self.receiver, True)
-            return self.receiver.broadcast([tensor.view(torch.uint8)], options)
+            return self.receiver.broadcast([tensor], options)
 
         def send() -> None:
-            for _, tensor in bucket:
-                self.sender.broadcast([tensor.view(torch.uint8).clone()], options).wait()
+            for _, tensor in bucket:  # gloo does not know FP8
+                sent = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+                self.sender.broadcast([sent.clone()], options).wait()
 
         updater = self.trainer.harness.runner.weight_updater
         updater._model_update_group["weight_update_group"] = self.receiver
