@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,16 @@ from model.checkpoint_tensors import Checkpoint, with_last, without
 from model.harness import Harness
 from model.updates import Named, Trainer, buckets_of, different, same
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.mxfp4_marlin_moe import Mxfp4MarlinMoEMethod
+from torch import Tensor, nn
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers.after_loading import AfterLoading
-from sglang_dsv4.weights import host_part
+from sglang_dsv4.layers.moe import FusedExperts
+from sglang_dsv4.weights import host_part, session
 from sglang_dsv4.weights.routes import ABANDON
+from sglang_dsv4.weights.session import reason_against
 from sglang_dsv4.weights.tensor_table import main_model_tensors
 
 SHAPE = replace(
@@ -530,6 +535,55 @@ def test_files_while_requests_run_or_an_update_is_open(trainer: Trainer, folders
     success, message = trainer.call("update_weights_from_disk", **fields)
     assert not success and "a weight update is open" in message
     assert same(trainer.bits(), before)
+
+
+# ---- layouts of SGLang's own
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_other_layouts_take_files_only(
+    trainer: Trainer,
+    folders: dict[str, Path],
+    new: Checkpoint,
+    bad: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As SGLang loads them; if the files do not fit, those of before are loaded again."""
+    monkeypatch.setattr(session, "reason_against", lambda model: "layer 3 keeps its weights in a layout of its own")
+    before, expected = trainer.bits(), loaded(trainer, new)
+    for method, fields in (("begin_weight_update", {}), ("update_weights_from_ipc", {"zmq_handles": {}})):
+        success, message = trainer.call(method, **fields)
+        assert not success and "layer 3" in message
+    copied(folders["new"], tmp_path / "files")
+    if bad:
+        without_a_tensor(tmp_path / "files")
+    fields = {"model_path": str(tmp_path / "files"), "load_format": "auto", "flush_cache": False}
+    trainer.idle = False
+    assert trainer.call("update_weights_from_disk", **fields)[1].startswith("Requests are running")
+    trainer.idle = True
+    trainer.harness.runner.weight_updater.model_config.model_path = str(folders["old"])
+    success, message = trainer.call("update_weights_from_disk", **fields)
+    assert success is not bad and trainer.flushes == int(not bad), message
+    found = trainer.bits()
+    of_target = [name for name in found if name.startswith("target ")]
+    wanted = before if bad else expected
+    assert all(torch.equal(found[name], wanted[name]) for name in of_target)
+    assert not bad or f"The weights of {folders['old']} were loaded again" in message
+
+
+def test_layouts_of_sglang_s_own_are_named() -> None:
+    experts = FusedExperts.__new__(FusedExperts)
+    nn.Module.__init__(experts)
+    experts.quant_method = Mxfp4MarlinMoEMethod.__new__(Mxfp4MarlinMoEMethod)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(2), "experts": experts})
+    assert re.match(r"experts keeps .* Mxfp4MarlinMoEMethod: take --moe-runner-backend dsv4", reason_against(model))
+    linear = nn.Linear(2, 2)
+    linear.quant_method = Fp8LinearMethod.__new__(Fp8LinearMethod)
+    linear.weight_scale_inv = nn.Parameter(torch.ones(1, 1))
+    assert reason_against(linear) is None
+    linear.weight_scale_inv.format_ue8m0 = True
+    assert "DeepGEMM's layout for Blackwell" in reason_against(linear)
 
 
 # ---- IPC
