@@ -1,4 +1,4 @@
-"""What SGLang's `SchedulerWeightUpdaterManager` does in private methods and attributes, for `weights.session`."""
+"""Private methods and attributes of SGLang's manager and loader of weights that `weights.session` uses."""
 
 from __future__ import annotations
 

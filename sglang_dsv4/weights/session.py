@@ -4,7 +4,7 @@ Each function runs around the method of SGLang's `SchedulerWeightUpdaterManager`
 between `begin_weight_update` and `end_weight_update` is SGLang's; here each model of it, the target and a draft, has a
 `WeightUpdate`, and the weights that serve change in `end_weight_update` only:
 
-1. every rank checks what came; if one rank or model failed, all drop the update;
+1. every rank checks the tensors that came; if one rank or model failed, all drop the update;
 2. requests must not be running, since their KV is of the old weights; else the client gets a 400 and may end later;
 3. target and draft exchange their weights; if one rank fails, all swap back;
 4. the prefix cache is flushed, which also opens stored prefixes anew, under the identity of the new weights.
@@ -193,7 +193,7 @@ def note_lost_weights(result: None, manager: SchedulerWeightUpdaterManager, requ
 
 
 def reason_against(model: nn.Module) -> str | None:
-    """Why this model's weights can't be exchanged part by part; None if they can.
+    """The reason why this model's weights can't be exchanged part by part; None if they can.
 
     They can where parameters hold the checkpoint's bytes or values in its order, and in packed experts.
     """
@@ -352,8 +352,11 @@ def _first_error(manager: SchedulerWeightUpdaterManager, do: Callable[[], object
     try:
         do()
     except Exception as raised:
-        logger.debug("weight update", exc_info=True)
-        error = str(raised) if isinstance(raised, CheckpointError) else f"{type(raised).__name__}: {raised}"
+        if isinstance(raised, CheckpointError):
+            error = str(raised)
+        else:
+            logger.exception("a weight update failed")
+            error = f"{type(raised).__name__}: {raised}"
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:
         return error
@@ -363,7 +366,7 @@ def _first_error(manager: SchedulerWeightUpdaterManager, do: Callable[[], object
 
 
 def _busy(manager: SchedulerWeightUpdaterManager) -> str | None:
-    """Why weights can't be exchanged now, though later; the same on every rank."""
+    """The reason why weights can be exchanged later only; None if they can be now. It is the same on every rank."""
     if (released := _released(manager)) is not None:
         return released
     if is_idle(manager):
@@ -382,7 +385,7 @@ def _released(manager: SchedulerWeightUpdaterManager) -> str | None:
 
 
 def _reason_against(runners: list[tuple[str, ModelRunner]]) -> str | None:
-    """Why the weights of these runners can't be exchanged part by part; None if they can."""
+    """The reason why the weights of these runners can't be exchanged part by part; None if they can."""
     from sglang.srt.runtime_context import get_model
 
     if get_model().weight_cache_mode != "off":

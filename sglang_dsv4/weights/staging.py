@@ -11,8 +11,8 @@ came, in the parameters' dtypes, and, after the exchange, the old values of thes
 the bits of before, and neither device nor host holds a third copy. On the device an exchange needs one part at a time:
 one expert's matrix, or one parameter outside of the experts.
 
-What is in a parameter but not in the update (w1 of an expert whose w3 comes, the embedding's padding) keeps its value.
-Parameters stay at their addresses, which CUDA graphs read.
+Rows of a parameter that are not in the update (w1 of an expert whose w3 comes, the embedding's padding) keep their
+values. Parameters stay at their addresses, which CUDA graphs read.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class WeightUpdate:
             parameter.data = served
 
     def _derive(self) -> None:
-        """Compute again what layers keep beside their parameters."""
+        """Compute the tensors again that layers derive from their parameters."""
         for module in self._model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, AfterLoading) and method.derives:

@@ -22,6 +22,7 @@ class Trainer:
     def __init__(self, server: Server, ranks: int = 1) -> None:
         self.server, self.ranks = server, ranks
         self._group: Any = None
+        self._name = ""
 
     def post(self, route: str, **body: Any) -> requests.Response:
         return requests.post(f"{self.server.url}/{route}", json=body, timeout=TIMEOUT_S)
@@ -61,6 +62,7 @@ class Trainer:
                     names=[name for name, _ in bucket],
                     dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                     shapes=[list(tensor.shape) for _, tensor in bucket],
+                    group_name=self._name,
                 )
                 for _, tensor in bucket:
                     sent = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
@@ -76,7 +78,8 @@ class Trainer:
         from sglang.srt.utils import init_custom_process_group
 
         port = free_port()
-        fields = {"world_size": 1 + self.ranks, "group_name": "weight_update_group", "backend": "gloo"}
+        self._name = f"weights-{port}"  # this process knows the groups of earlier trainers
+        fields = {"world_size": 1 + self.ranks, "group_name": self._name, "backend": "gloo"}
         with ThreadPoolExecutor(1) as pool:
             told = pool.submit(
                 self.do,

@@ -297,6 +297,21 @@ def test_an_exchange_that_fails_is_undone(
     assert trainer.update([new])[0]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_derived_tensors_follow_their_parameter(
+    trainer: Trainer, new: Checkpoint, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wo_a's bf16 copy on a GPU, for example: computed from the new weights, and from the old if the flush fails."""
+    norm, seen = trainer.models["target"].model.norm, []
+    method = AfterLoading(lambda: seen.append(norm.weight.clone()), derives=True)
+    monkeypatch.setattr(norm, "quant_method", method, raising=False)
+    monkeypatch.setattr(trainer.manager, "flush_cache", lambda **_: not fails)
+    before, wanted = norm.weight.clone(), new["norm.weight"].float().flip(0)
+    assert trainer.update([{"norm.weight": wanted.to(new["norm.weight"].dtype)}])[0] is not fails
+    assert len(seen) == 1 + fails and torch.equal(seen[0], wanted)
+    assert not fails or torch.equal(seen[1], before)
+
+
 def test_weights_that_can_not_be_restored_end_the_server(
     trainer: Trainer, old: Checkpoint, new: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
