@@ -162,6 +162,7 @@ class PackedPart:
         self.values = tuple(torch.empty_like(tensor, device="cpu") for tensor in self._memory)
         self._missing = set(range(2 if gate_up else 1))  # halves of the rows, or all rows, whose scales have not come
         self._is_arranged = False
+        self.rounded = 0
 
     @property
     def nbytes(self) -> int:
@@ -195,9 +196,7 @@ class PackedPart:
                 rows = slice(part * half, (part + 1) * half) if self._gate_up else slice(None)
                 for new, old in zip((codes, scale), served, strict=True):
                     new.view(torch.uint8)[rows] = old[0, rows]
-        made = arrange(codes[None], scale[None], gate_up=self._gate_up, in_place=True)
-        if made.rounded:
-            logger.warning("%d codes of an expert were rounded (see the log of the start)", made.rounded)
+        self.rounded = arrange(codes[None], scale[None], gate_up=self._gate_up, in_place=True).rounded
         return codes, scale
 
 

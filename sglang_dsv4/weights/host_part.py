@@ -11,6 +11,9 @@ from torch import Tensor
 class Part(Protocol):
     """A part of a model's weights in a weight update."""
 
+    rounded: int
+    """Codes that the served layout can't hold, and that were rounded in the exchange."""
+
     @property
     def nbytes(self) -> int:
         """Bytes in host memory."""
@@ -25,6 +28,8 @@ class HostPart:
     Args:
         memory: the parameter's memory. Rows that are not written keep its values.
     """
+
+    rounded = 0
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory

@@ -425,6 +425,8 @@ def _exchange(manager: SchedulerWeightUpdaterManager) -> tuple[bool, str]:
     size = sum(update.nbytes for update in updates.values()) / 2**30
     message = f"{counts} serve; the prefix cache was flushed."
     seconds = time.perf_counter() - begin
+    if rounded := sum(update.rounded for update in updates.values()):
+        logger.warning("weight update: %d codes of experts were rounded, see `layers.packed_experts`", rounded)
     logger.info("weight update: %s %.2f GiB of host memory, exchanged in %.2f s", message, size, seconds)
     return True, message
 

@@ -80,6 +80,11 @@ class WeightUpdate:
         held = sum(tensor.nbytes for tensor in self._loader.held.values())
         return held + sum(part.nbytes for parts in self._parts.values() for part in parts.values())
 
+    @property
+    def rounded(self) -> int:
+        """Codes of experts that the served layout can't hold; known after the exchange."""
+        return sum(part.rounded for parts in self._parts.values() for part in parts.values())
+
     def add(self, weights: Iterable[tuple[str, Tensor]], folder: str = "") -> None:
         """Check tensors and keep them; the caller may free them afterwards.
 
@@ -131,10 +136,9 @@ class WeightUpdate:
         done: list[Part] = []
         with torch.no_grad():
             try:
-                for parts in self._parts.values():
-                    for part in parts.values():
-                        part.exchange()
-                        done.append(part)
+                for part in (part for parts in self._parts.values() for part in parts.values()):
+                    part.exchange()
+                    done.append(part)
                 self._derive()
             except Exception:
                 for part in done:
