@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests.guards import http_app
 from sglang_dsv4.seam.compat import is_ours
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ async def _ask(original: Callable[..., Awaitable[tuple]], manager: TokenizerMana
 
 def add_route(result: None, manager: TokenizerManager, *args: object, **kwargs: object) -> None:
     """After ``TokenizerManager.__init__``: serve `/abandon_weight_update`, with the rights of `/end_weight_update`."""
-    app = http_app()
-    if app is None or not _is_ours(manager):
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")  # an Engine without HTTP has none
+    if server is None or not _is_ours(manager):
         return
     from fastapi.responses import JSONResponse
     from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    @app.post("/abandon_weight_update")
+    @server.app.post("/abandon_weight_update")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def abandon_weight_update() -> JSONResponse:
         success, message = await manager.end_weight_update(EndWeightUpdateReqInput(rid=ABANDON))
