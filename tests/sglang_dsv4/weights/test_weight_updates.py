@@ -564,7 +564,7 @@ def test_other_layouts_take_files_only(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As SGLang loads them; if the files do not fit, those of before are loaded again."""
+    """SGLang loads them; if the files do not fit, those of before are loaded again."""
     monkeypatch.setattr(session, "reason_against", lambda model: "layer 3 keeps its weights in a layout of its own")
     before, expected = trainer.bits(), loaded(trainer, new)
     for method, fields in (("begin_weight_update", {}), ("update_weights_from_ipc", {"zmq_handles": {}})):
