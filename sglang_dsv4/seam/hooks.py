@@ -99,6 +99,9 @@ _RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
 _RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
+_ROUTES = "sglang_dsv4.weights.routes"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
@@ -111,6 +114,7 @@ _NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
 _DRAFTED = "SGLang's verification samples each row as without drafts"
 _SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
 _TIMES = "SGLang logs the duration of its start-up phases"
+_UPDATES = "SGLang's weight updates are all or nothing"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
 
 SELF_CHECK = (
@@ -208,6 +212,18 @@ HOOKS = (
          Process.LAUNCHER, f"{_REQUESTS}.guards:check_completion",
          "fields of `/v1/completions` that SGLang ignores, `best_of` and `suffix`, get a 400",
          "SGLang implements or refuses them"),
+    Hook(f"{_TOKENIZER}.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_ROUTES}:add_route", "a weight update that its trainer will not end can be dropped", _UPDATES),
+    *(
+        Hook(f"{_CONTROL}.update_weights_from_{source}", Kind.BEFORE, Process.LAUNCHER, f"{_ROUTES}:hold_version",
+             "a weight version is reported once its weights serve", _UPDATES)
+        for source in ("tensor", "distributed")
+    ),
+    Hook(f"{_CONTROL}.end_weight_update", Kind.AROUND, Process.LAUNCHER, f"{_ROUTES}:end",
+         "the scheduler is asked again while it finishes its last step; the weight version is set", _UPDATES),
+    Hook(f"{_TOKENIZER}.update_weights_from_disk", Kind.AROUND,
+         Process.LAUNCHER, f"{_ROUTES}:from_files",
+         "the scheduler is asked again while it finishes its last step", _UPDATES),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
@@ -313,11 +329,21 @@ HOOKS = (
          Process.SCHEDULER, f"{_REQUESTS}.guards:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
          "SGLang reloads the old weights when an update fails"),
-    Hook("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-         ".flush_cache_after_weight_update", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
-         "after an update without a flush no prefix is written to or read from a storage backend",
-         "SGLang puts the weights' version into the storage key"),
+    *(
+        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"sglang_dsv4.weights.session:{function}", why,
+             _UPDATES)
+        for method, function, why in (
+            ("begin_weight_update", "begin", "tensors are kept in host memory until the update ends"),
+            ("update_weights_from_tensor", "from_tensors", "a bucket is checked; the weights that serve stay"),
+            ("update_weights_from_distributed", "from_group", "a bucket is checked; the weights that serve stay"),
+            ("end_weight_update", "end", "all models and ranks exchange their weights and flush the cache, or none"),
+            ("update_weights_from_disk", "from_files", "all models and ranks exchange their weights, or none"),
+            ("update_weights_from_ipc", "from_ipc", "all models and ranks exchange their weights, or none"),
+        )
+    ),
+    Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.weights.session:note_lost_weights",
+         "weights whose memory was released without a copy must come whole", _UPDATES),
     Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
          "SGLang publishes its gauges after a flush"),
