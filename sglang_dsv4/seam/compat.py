@@ -18,6 +18,7 @@ ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN", "Deepsee
 OUR_PACKAGE = "sglang_dsv4"
 
 SGLANG_NAMES: dict[str, str] = {
+    "BatchedPenalizer": "sglang.srt.sampling.penaltylib.orchestrator:_BatchedPenalizer",
     "DeepSeekV4TokenToKVPool": "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool",
     "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
     "UnifiedTreeCore": "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore",
