@@ -31,6 +31,12 @@ SWITCHES = (
         "the reasoning efforts that the checkpoint was trained with",
     ),
     Switch(
+        "SGLANG_DSV4_TOOL_CALLS",
+        ("repair", "refuse"),
+        "repair",
+        "tool calls that deviate from the format and have one reading: repaired, or left as text",
+    ),
+    Switch(
         "SGLANG_DSV4_QAT",
         ("off", "kv", "full"),
         "full for a quantised checkpoint, else off",

@@ -23,17 +23,10 @@ from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
-
-
-RUNNERS_WITH_CLAMP = ("auto", "triton", "deep_gemm", "marlin", "flashinfer_mxfp4", "flashinfer_cutlass", "humming")
-"""SGLang's MoE runners that apply `swiglu_limit`; the other runners accept it and ignore it."""
-
-NVFP4_RUNNERS_WITH_CLAMP = ("flashinfer_trtllm_routed", "flashinfer_cutlass", "marlin")
-"""Runners for NVFP4 experts that apply `swiglu_limit`. The first two multiply in NVFP4 on Blackwell; SGLang chooses the
-first one by default (on Hopper, too, where its error asks for Marlin). Marlin multiplies in bf16."""
 
 
 class Gate(nn.Module):

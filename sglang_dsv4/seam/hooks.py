@@ -17,6 +17,7 @@ NAME = "dsv4"
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
 DISPATCHER = "_request_dispatcher"
+PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
 LOG_SOFTMAX = "enable_deterministic"
@@ -87,6 +88,9 @@ _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
 _OPS = "sglang.kernels.ops.speculative"
 _REQUESTS = "sglang_dsv4.requests"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
+_RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
 
@@ -96,6 +100,7 @@ _DRAFT_BACKENDS = "draft attention backends come from the registry of attention 
 _VALIDATES = "SGLang validates the value and answers 400"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
+_CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
 
@@ -179,6 +184,23 @@ HOOKS = (
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
+         "sglang_dsv4.seam.live:note_launched", "says to the rows below whether the model is a DeepSeek-V4",
+         "those rows are gone"),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:start", "declares the metrics of tool calls", _CALLS),
+    Hook(f"{_RECIPE}._new_output_parser", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:in_chat", "tells the tools' schemas to the parser of a chat answer", _CALLS),
+    Hook(f"{_RECIPE}._new_responses_parser", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:in_responses",
+         "tells the tools' schemas to the parser of a response's answer", _CALLS),
+    Hook(f"{_RECIPE}.parse_function_call_text", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:in_text", "tells the tools' schemas to the parser of `/parse_function_call`", _CALLS),
+    Hook(f"{_RECIPE_OUTPUT}.__init__", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:make_parser",
+         "leaves tool calls to our reader: final, with arguments that are a JSON object, or text", _CALLS),
+    Hook(f"{_OPENAI}.protocol.ResponsesRequest.to_sampling_params", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.responses:keep_output_tokens", "an answer of the Responses API has all `max_output_tokens`",
+         "SGLang takes no tokens off"),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
@@ -309,6 +331,8 @@ HOOKS = (
     Hook(f"{_OPS}.eagle.fill_bonus_tokens_func", Kind.REPLACE, Process.SCHEDULER,
          f"{_CPU}.speculation:fill_bonus_tokens", "SGLang launches a Triton kernel", _CPU_OPS, only_cpu=True),
     # ---- attributes of SGLang's objects, set by the function in brackets
+    Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:read_calls",
+         "reads the calls, and keeps the text before half a letter (`requests.tool_calls.make_parser`)", _CALLS),
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.guards:guard", "a request whose handler raises is answered with the reason "
          "(`requests.guards.start`)", "SGLang's scheduler survives a handler that raises"),

@@ -1,20 +1,23 @@
 """The classes that serve a DeepSeek-V4 model in this scheduler process, once the start-up check has passed.
 
-Hooks ask :func:`live_parts` whether this process serves a DeepSeek-V4 model; for another model it stays None.
+Hooks ask :func:`live_parts` whether this process serves a DeepSeek-V4 model; for another model it stays None. In the
+process that answers clients they ask :func:`is_launched`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.seam.compat import StartupError, explain, is_our_class
+from sglang_dsv4.seam.compat import StartupError, explain, is_our_class, is_ours
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _pool_sizing: type = type(None)  # SGLang drops the pool configurator after use, so its class is noted when it is made
 _live: LiveParts | None = None
+_launched = False
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,14 @@ def require_live(scheduler: Scheduler) -> LiveParts:
 def live_parts() -> LiveParts | None:
     """The parts that :func:`require_live` accepted in this process; None while it serves no DeepSeek-V4 model."""
     return _live
+
+
+def note_launched(result: None, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
+    """Remember whether the model is a DeepSeek-V4; runs after ``TokenizerManager.__init__``."""
+    global _launched
+    _launched = is_ours(manager.model_config.hf_config.architectures)
+
+
+def is_launched() -> bool:
+    """Whether this process answers the clients of a DeepSeek-V4 model."""
+    return _launched

@@ -78,6 +78,7 @@ def broken_environment(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_to_import_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """SGLang itself would warn and serve its own DeepSeek-V4."""
     env = broken_environment(tmp_path, BREAK_AN_IMPORT.format(name="sglang_dsv4.models.deepseek_v4"))
