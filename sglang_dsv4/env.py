@@ -96,6 +96,12 @@ SWITCHES = (
         "every attention is also computed by the reference, and the differences are written there; slow",
         form="a file",
     ),
+    Switch(
+        "SGLANG_DSV4_FIND_NOT_FINITE",
+        ("on", "off"),
+        "off",
+        "on: the log names the first sublayer of a forward whose output is not finite; slow",
+    ),
 )
 """The switches of this package."""
 
@@ -130,6 +136,20 @@ FOREIGN = (
         "the cores, shared out among the ranks",
         "set on a CPU unless the user did: the cores of each rank",
         form="`0,1|2,3`",
+    ),
+    Switch(
+        "OMP_NUM_THREADS",
+        (),
+        "the cores, at most 4",
+        "set by `make serve` unless the user did: the threads of a rank",
+        form="a number",
+    ),
+    Switch(
+        "OMP_WAIT_POLICY",
+        (),
+        "passive",
+        "set by `make serve` unless the user did: threads sleep while they wait",
+        form="passive or active",
     ),
     Switch(
         "TORCHDYNAMO_DISABLE",

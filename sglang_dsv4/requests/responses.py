@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dsv4.seam.live import is_launched
+from sglang_dsv4.seam.live import serves_deepseek_v4
 
 
 def keep_output_tokens(
@@ -22,4 +22,4 @@ def keep_output_tokens(
         args, kwargs: the other arguments of SGLang's method.
     """
     limits = [limit for limit in (request.max_output_tokens, default_max_tokens) if limit is not None]
-    return {**parameters, "max_new_tokens": min(limits)} if limits and is_launched() else parameters
+    return {**parameters, "max_new_tokens": min(limits)} if limits and serves_deepseek_v4() else parameters

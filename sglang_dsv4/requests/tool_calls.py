@@ -272,7 +272,7 @@ def start(result: None, manager: TokenizerManager, *args: Any, **kwargs: Any) ->
     """
     global _metrics
     env.choice(SWITCH)
-    if manager.enable_metrics and live.is_launched():
+    if manager.enable_metrics and live.serves_deepseek_v4():
         _metrics = Metrics(manager.metrics_collector.labels)
 
 

@@ -103,7 +103,7 @@ def default_arguments(
     arguments: Any, hf_config: Any
 ) -> dict[str, Any]:  # arguments: ServerArgs, or SGLang's view of it
     """The arguments that a DeepSeek-V4 server needs and its user did not set: field of ServerArgs -> value."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"enable_cache_report": True}  # no flag of SGLang's switches it off
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
     if arguments.device == "cpu":

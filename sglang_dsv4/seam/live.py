@@ -1,23 +1,22 @@
 """The classes that serve a DeepSeek-V4 model in this scheduler process, once the start-up check has passed.
 
-Hooks ask :func:`live_parts` whether this process serves a DeepSeek-V4 model; for another model it stays None. In the
-process that answers clients they ask :func:`is_launched`.
+Hooks of the scheduler ask :func:`live_parts` whether this process serves a DeepSeek-V4 model, hooks of every process
+:func:`serves_deepseek_v4`. For another model they do nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_dsv4.seam.compat import StartupError, explain, is_our_class, is_ours
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 _pool_sizing: type = type(None)  # SGLang drops the pool configurator after use, so its class is noted when it is made
 _live: LiveParts | None = None
-_launched = False
+_answers_clients = False  # whether this process answers the clients of a DeepSeek-V4 model
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,13 @@ def live_parts() -> LiveParts | None:
     return _live
 
 
-def note_launched(result: None, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
-    """Remember whether the model is a DeepSeek-V4; runs after ``TokenizerManager.__init__``."""
-    global _launched
-    _launched = is_ours(manager.model_config.hf_config.architectures)
+def note_clients_model(architectures: list[str] | None) -> bool:
+    """Whether this process, which answers clients, serves a model of ours; kept for :func:`serves_deepseek_v4`."""
+    global _answers_clients
+    _answers_clients = is_ours(architectures)
+    return _answers_clients
 
 
-def is_launched() -> bool:
-    """Whether this process answers the clients of a DeepSeek-V4 model."""
-    return _launched
+def serves_deepseek_v4() -> bool:
+    """Whether this process schedules a DeepSeek-V4 model, or answers its clients."""
+    return _answers_clients or _live is not None

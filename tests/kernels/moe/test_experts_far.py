@@ -149,8 +149,8 @@ def test_hopper_s_slots_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("chooses", [True, False], ids=["tokens", "slots"])
 def test_hopper_s_quantised_rows_beyond_32_bits(chooses: bool) -> None:
-    """The largest grid of groups of slots, with so many channels that codes have 2**32 bytes; of the CTAs, one a
-    step and group, only those of the last groups run."""
+    """A case has as many groups of slots as a grid takes, with so many channels that codes have 2**32 bytes; of the
+    CTAs, one a step and group, only those of the last groups run."""
     from dsv4_kernels.moe.sm90 import launch
 
     _, weights, ids, _ = CASE.inputs()

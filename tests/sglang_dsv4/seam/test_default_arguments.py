@@ -29,6 +29,7 @@ CONFIG = SimpleNamespace(dtype="bfloat16")
 
 def test_a_cpu_user_needs_no_flags() -> None:
     assert defaults.default_arguments(arguments(), CONFIG) == {
+        "enable_cache_report": True,
         "radix_cache_backend": "dsv4",
         "kv_cache_dtype": "bfloat16",
         "max_total_tokens": 65536,
@@ -56,7 +57,10 @@ def test_cores_are_shared_out_among_ranks(ranks: int, cores: list[int], expected
 
 
 def test_a_gpu_keeps_sglangs_sizes() -> None:
-    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {"radix_cache_backend": "dsv4"}
+    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {
+        "radix_cache_backend": "dsv4",
+        "enable_cache_report": True,
+    }
 
 
 @pytest.mark.parametrize(
