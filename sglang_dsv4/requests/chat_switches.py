@@ -1,4 +1,4 @@
-"""Switches of the chat, Anthropic and completion routes that SGLang 0.5.23 ignores for this model.
+"""Switches of the chat and Anthropic routes that SGLang 0.5.23 ignores for this model.
 
 ===================================  ==========================================  ===============================
 request                              what SGLang does                            here
@@ -8,7 +8,6 @@ request                              what SGLang does                           
 `enable_thinking`                    (a text) switches thinking on               false
 `thinking.budget_tokens`             ignored; a log line on Anthropic's route    a thinking budget
 switches that contradict each other  one of them is ignored                      a 400
-`suffix` of a completion             ignored                                     a 400
 ===================================  ==========================================  ===============================
 
 An effort implies thinking (and `none` no thinking); an explicit switch wins over that, as in SGLang.
@@ -19,11 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.requests.thinking_budget import PARAMETER
-from sglang_dsv4.seam import compat
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 ENCODING = "dsv4"
@@ -108,14 +106,3 @@ def carry_budget(
     """Let Anthropic's `thinking` reach :func:`settle`; runs after ``_convert_to_chat_completion_request``."""
     if anthropic.thinking is not None:
         chat.thinking = anthropic.thinking.model_dump(exclude_none=True)
-
-
-def refuse_suffix(error: str | None, serving: Any, request: CompletionRequest) -> str | None:
-    """The reason for a 400, or None; runs after ``OpenAIServingCompletion._validate_request``."""
-    hf_config = serving.tokenizer_manager.model_config.hf_config
-    if error is None and request.suffix and compat.is_ours(hf_config.architectures):
-        return (
-            "suffix is not supported: no release's encoder says how this model completes in the middle. Leave it out, "
-            "or write the prompt with the tokenizer's own fim tokens."
-        )
-    return error

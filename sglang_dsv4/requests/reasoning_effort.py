@@ -29,6 +29,8 @@ from sglang_dsv4 import env
 
 logger = logging.getLogger(__name__)
 
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""The efforts of a request; SGLang's `none` turns thinking off, and its `ultra` is of other models."""
 VARIABLE = "SGLANG_DSV4_EFFORT_TIERS"
 SGLANG_DEFAULT_VARIABLE = "SGLANG_DSV4_REASONING_EFFORT"  # SGLang's variable: the effort of requests that name none
 ENCODER_FILE = "encoding/encoding_dsv4.py"
@@ -41,8 +43,6 @@ class Tiers(Enum):
     LATER = "later"  # low, high, max
 
 
-ACCEPTED = ("minimal", "low", "medium", "high", "xhigh", "max")
-"""The efforts that requests may name, besides `none`. SGLang would also take `ultra`, and render the text of `max`."""
 TRAINED = {Tiers.APRIL: "high and max", Tiers.LATER: "low, high and max"}
 
 _tiers = Tiers.LATER  # of the checkpoint that this process serves
@@ -111,10 +111,10 @@ def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any]
     """
     if recipe.model == "DeepSeek-V4-Pro":  # SGLang's name for every model of this encoding
         effort = body.get("reasoning_effort", "low")
-        if effort not in ACCEPTED:
+        if effort not in EFFORTS:
             raise ValueError(
-                f"reasoning_effort must be none, {', '.join(ACCEPTED)}, got {effort!r}: this checkpoint was trained "
-                f"with {TRAINED[_tiers]} (docs/coming_from_sglang.md)."
+                f"reasoning_effort must be one of none, {', '.join(EFFORTS)}, got {effort!r}: this checkpoint was "
+                f"trained with {TRAINED[_tiers]} (docs/coming_from_sglang.md)."
             )
         if _tiers is Tiers.APRIL:
             effort = "high" if effort == "max" else "low" if effort in ("medium", "high", "xhigh") else effort

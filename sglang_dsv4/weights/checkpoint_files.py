@@ -31,8 +31,11 @@ class CheckpointFileError(ValueError):
     """A checkpoint's file is missing or can't be read; the message names it and says what to do."""
 
 
-def check_checkpoint(arguments: Any) -> None:  # noqa: ANN401 - ServerArgs, or SGLang's view of it
+def check_checkpoint(arguments: Any) -> bool:  # noqa: ANN401 - ServerArgs, or SGLang's view of it
     """Check the files of a DeepSeek-V4 checkpoint, and the config of its draft; checkpoints of other models pass.
+
+    Returns:
+        Whether the checkpoint is a DeepSeek-V4 checkpoint. False, too, if SGLang has yet to find its files.
 
     Raises:
         ConfigError: a field of `config.json` is missing, or has a value that can't be served.
@@ -43,10 +46,11 @@ def check_checkpoint(arguments: Any) -> None:  # noqa: ANN401 - ServerArgs, or S
         draft = (arguments.speculative_draft_model_path, arguments.speculative_draft_model_revision)
         _check_config(*draft, arguments.decrypted_draft_config_file, overrides)
     if not _check_config(arguments.model_path, arguments.revision, arguments.decrypted_config_file, overrides):
-        return
+        return False
     folder, tokenizer = Path(arguments.model_path), Path(arguments.tokenizer_path or arguments.model_path)
     if folder.is_dir():
         check_files(folder, tokenizer if tokenizer.is_dir() and not arguments.skip_tokenizer_init else None)
+    return True
 
 
 def _check_config(model_path: str, revision: str | None, file: str | None, overrides: str) -> bool:

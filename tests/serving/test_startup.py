@@ -15,6 +15,7 @@ import pytest
 import requests
 from serving.server import Server, free_port, run_until_it_stops, running_server
 
+from sglang_dsv4.cpu import noise
 from sglang_dsv4.cpu import quickstart as quickstart_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,12 @@ def test_one_log_line_says_what_the_start_took(server: Server) -> None:
     for phase in ("launcher", "weights", "pools", "kernels", "attention backends", "CUDA graphs"):
         assert float(found[phase]) >= 0
     assert float(found["launcher"]) > 0 and float(found["imports and the rest"]) > 0
+
+
+def test_messages_about_other_machines_are_not_printed(server: Server) -> None:
+    """Some twenty lines, the same in each process, stood around the lines that matter."""
+    for message in (*noise.WARNINGS, *noise.LOGGED):
+        assert message.begin not in server.log, message.why
 
 
 def test_pool_plan_is_printed_with_its_total(server: Server) -> None:
