@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from upstream.tree import NO_NODE, Definition, Found, Tree, digest_of, nameless, text_of
+from upstream.tree import NO_NODE, Definition, Found, Tree, digest_of, is_renamed, text_of
 
 from sglang_dsv4.seam import compat, hooks
 from sglang_dsv4.seam.hooks import Hook, Kind
@@ -146,8 +146,10 @@ def gone(name: str, used_by: str, digest: str, was: Found | None, tree: Tree) ->
     moved = [found for found in tree.definitions() if found.name == local]
     if moved:
         return Change(name, used_by, "moved", " or ".join(f"{found.module}.{found.name}" for found in moved[:3]))
-    if was is not None and isinstance(was.node, Definition) and (found := tree.by_text.get(nameless(was.node))):
-        return Change(name, used_by, "renamed", f"{found.module}.{found.name}")
+    if was is not None and isinstance(was.node, Definition):
+        for found in tree.definitions():
+            if is_renamed(found.node, was.node):
+                return Change(name, used_by, "renamed", f"{found.module}.{found.name}")
     return Change(name, used_by, "gone")
 
 
