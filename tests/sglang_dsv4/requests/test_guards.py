@@ -123,3 +123,14 @@ def test_an_effort_that_the_model_does_not_have_is_refused(thinking: bool) -> No
     assert reasoning_effort.render(lambda *_, **__: [5], other, {"reasoning_effort": "ultra"}) == [5]
     for effort in reasoning_effort.EFFORTS:
         assert reasoning_effort.render(lambda *_, **__: [5], recipe, {"reasoning_effort": effort}) == [5]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("too many levels"), ValueError("no such tier")], ids=["other", "named"])
+def test_a_body_that_the_renderer_can_not_read_is_refused(error: Exception) -> None:
+    """A `response_format` of 200 levels got a 500."""
+
+    def encode(*_: object, **__: object) -> list[int]:
+        raise error
+
+    with pytest.raises(ValueError, match=str(error)):
+        reasoning_effort.render(encode, SimpleNamespace(model="DeepSeek-V4-Pro"), {"thinking": False})
