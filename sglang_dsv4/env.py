@@ -31,6 +31,12 @@ SWITCHES = (
         "the reasoning efforts that the checkpoint was trained with",
     ),
     Switch(
+        "SGLANG_DSV4_TOOL_CALLS",
+        ("repair", "refuse"),
+        "repair",
+        "tool calls that deviate from the format and have one reading: repaired, or left as text",
+    ),
+    Switch(
         "SGLANG_DSV4_QAT",
         ("off", "kv", "full"),
         "full for a quantised checkpoint, else off",
@@ -89,6 +95,12 @@ SWITCHES = (
         "none",
         "every attention is also computed by the reference, and the differences are written there; slow",
         form="a file",
+    ),
+    Switch(
+        "SGLANG_DSV4_FIND_NOT_FINITE",
+        ("on", "off"),
+        "off",
+        "on: the log names the first sublayer of a forward whose output is not finite; slow",
     ),
 )
 """The switches of this package."""

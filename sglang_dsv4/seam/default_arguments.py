@@ -33,13 +33,17 @@ Step = Callable[["ServerArgs"], None]
 def check_checkpoint(server_args: ServerArgs, previous: Step) -> None:
     """Check the checkpoint's files before SGLang parses the config: it would fill in fields that the file lacks.
 
+    Flags are refused here as the user gave them, before SGLang changes them or fails over one in other words.
+
     Raises:
-        ValueError: a file is missing, damaged or can't be served.
+        ValueError: a file is missing, damaged or can't be served, or a flag can't.
     """
     from sglang_dsv4.weights import checkpoint_files
 
     previous(server_args)
-    checkpoint_files.check_checkpoint(compat.resolving_view(server_args))
+    arguments = compat.resolving_view(server_args)
+    if checkpoint_files.check_checkpoint(arguments):
+        refused_flags.refuse(arguments)
 
 
 def resolve_cpu_memory(server_args: ServerArgs, previous: Step) -> None:
@@ -68,6 +72,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         arguments = compat.resolving_view(server_args)
         checkpoint_files.require_same_config(model_config, arguments.decrypted_config_file)
         refused_flags.refuse_unsupported_arguments(arguments, hf_config)
+        refused_flags.refuse_other_quantization(server_args, hf_config)
         choose_effort_tiers(arguments, hf_config)
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.moe_runner_backend == "auto" and moe_runner.serves(arguments, model_config):
@@ -79,19 +84,9 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 
 
 def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: ServerArgs, or SGLang's view of it
-    """Find out which reasoning efforts the checkpoint was trained with.
-
-    Raises:
-        ValueError: processes that load no plugin would render its prompts with other efforts.
-    """
+    """Find out which reasoning efforts the checkpoint was trained with."""
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
-    tiers = reasoning_effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
-    if tiers is reasoning_effort.Tiers.APRIL and arguments.tokenizer_worker_num > 1:
-        raise ValueError(
-            f"sglang-dsv4 does not support --tokenizer-worker-num {arguments.tokenizer_worker_num} with an April "
-            "checkpoint: SGLang loads no plugin in those workers, and they would render the later releases' reasoning "
-            "efforts. Leave the flag out."
-        )
+    reasoning_effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
 
 
 def cores_of_ranks(ranks: int, cores: list[int]) -> str:
@@ -108,7 +103,7 @@ def default_arguments(
     arguments: Any, hf_config: Any
 ) -> dict[str, Any]:  # arguments: ServerArgs, or SGLang's view of it
     """The arguments that a DeepSeek-V4 server needs and its user did not set: field of ServerArgs -> value."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"enable_cache_report": True}  # no flag of SGLang's switches it off
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
     if arguments.device == "cpu":

@@ -14,6 +14,11 @@ from sglang_dsv4.seam.hooks import NAME
 logger = logging.getLogger(__name__)
 
 RUNNER = NAME
+RUNNERS_WITH_CLAMP = ("auto", "triton", "deep_gemm", "marlin", "flashinfer_mxfp4", "flashinfer_cutlass", "humming")
+"""SGLang's MoE runners that apply `swiglu_limit`; the other runners accept it and ignore it."""
+NVFP4_RUNNERS_WITH_CLAMP = ("flashinfer_trtllm_routed", "flashinfer_cutlass", "marlin")
+"""Runners for NVFP4 experts that apply `swiglu_limit`. The first two multiply in NVFP4 on Blackwell; SGLang chooses the
+first one by default (on Hopper, too, where its error asks for Marlin). Marlin multiplies in bf16."""
 LEAST_CHANNELS = 256
 """The fewest columns of an expert's matrix: its rows' factors are stored in the memory of its scales."""
 

@@ -1,8 +1,8 @@
 """Flags of ``sglang.launch_server`` that are refused before anything is loaded, each with the reason.
 
-SGLang would accept them for DeepSeek-V4, but our model, pools or prefix cache can't serve them.
-`docs/coming_from_sglang.md` lists them together with the flags that work and the flags that SGLang refuses; a test
-keeps that table and this code equal.
+SGLang would accept them for DeepSeek-V4, but our model, pools or prefix cache can't serve them, or would leave them
+without the effect that the user asked for. `docs/server_flags.toml` has the answer for every flag, and
+`docs/coming_from_sglang.md` shows it; a test keeps both and this code equal.
 """
 
 from __future__ import annotations
@@ -11,55 +11,173 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNER, RUNNERS_WITH_CLAMP
+
+Predicate = Callable[[Any], bool]
 
 
 class Refusal(NamedTuple):
     """A flag and the values of it that can't be served."""
 
     flag: str
-    is_refused: Callable[[Any], bool]  # called with the value of the ServerArgs field of that name
+    is_refused: Predicate  # called with the value of the ServerArgs field
     why: str
+    field: str = ""  # of ServerArgs, where the flag has another name
+
+    @property
+    def argument(self) -> str:
+        """The field of ServerArgs."""
+        return self.field or self.flag.removeprefix("--").replace("-", "_")
+
+
+def above(number: int) -> Predicate:
+    """True for a number above this one."""
+    return lambda value: value is not None and value > number
+
+
+def other_than(*allowed: object) -> Predicate:
+    """True for any value but these."""
+    return lambda value: value not in allowed
+
+
+def flags(names: str, is_refused: Predicate, why: str) -> tuple[Refusal, ...]:
+    """Refusals of several flags, divided by spaces, for one reason."""
+    return tuple(Refusal(name, is_refused, why) for name in names.split())
 
 
 USE_TENSOR_PARALLELISM = "use tensor and expert parallelism (--tp-size, --ep-size)"
+RANKS_ARE_FIXED = "an expert stays on its rank, and no rank joins or leaves; leave it out"
+ONE_BATCH = "a forward runs one batch, from its first layer to its last; leave it out"
+OUR_CACHE = "rings and tails live in this package's pools and prefix cache, see docs/prefix_reuse.md; leave it out"
+OUR_ATTENTION = "this package's kernels compute the attention; SGLANG_DSV4_ATTENTION chooses among them"
+OUR_LOADER = "weights are read from safetensors files and rearranged once; leave it out"
+ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
+NOT_REPORTED = "the model does not report it; leave it out"
+OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
+OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
+OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
+TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave it out"
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
 REFUSALS = (
-    Refusal("--pp-size", lambda size: size > 1, USE_TENSOR_PARALLELISM),
-    Refusal(
-        "--attn-dp-size", lambda size: size > 1, USE_TENSOR_PARALLELISM
-    ),  # SGLang derives it from --enable-dp-attention
-    Refusal("--moe-a2a-backend", lambda name: name != "none", "experts are summed by an all-reduce; leave it out"),
-    Refusal("--dtype", lambda name: name in ("float16", "half"), "the model computes in bfloat16 or float32"),
+    Refusal("--device", other_than(None, "cpu", "cuda"), "this package serves on NVIDIA GPUs and on CPUs"),
+    Refusal("--use-ray", bool, "start one server on each host by --nnodes and --node-rank"),
+    # ---- parallelism
+    *flags("--pp-size --attn-dp-size", above(1), USE_TENSOR_PARALLELISM),  # the latter also by --enable-dp-attention
+    *flags("--dcp-size --attn-cp-size --moe-dp-size --dwdp-size", above(1), USE_TENSOR_PARALLELISM),
+    *flags("--enable-prefill-cp --enable-kv-cache-sharding", bool, USE_TENSOR_PARALLELISM),
+    *flags(
+        "--enable-layernorm-sp --enable-attn-tp-input-scattered",
+        bool,
+        "SGLANG_DSV4_SEQUENCE_PARALLEL=on divides the tokens of a prefill among the ranks",
+    ),
+    # ---- experts
+    *flags(
+        "--moe-runner-backend --speculative-moe-runner-backend",
+        other_than(None, RUNNER, *RUNNERS_WITH_CLAMP, *NVFP4_RUNNERS_WITH_CLAMP),
+        "it leaves out the clamp of SwiGLU; leave it out",
+    ),
+    Refusal("--moe-a2a-backend", other_than("none"), "experts are summed by an all-reduce; leave it out"),
+    *flags("--enable-eplb --enable-elastic-expert-backup --enable-waterfill", bool, RANKS_ARE_FIXED),
+    *flags("--ep-num-redundant-experts", above(0), RANKS_ARE_FIXED),
+    *flags("--ep-dispatch-algorithm --max-ep-size --elastic-ep-initial-size", other_than(None), RANKS_ARE_FIXED),
+    Refusal("--elastic-ep-backend", other_than(None, "none"), RANKS_ARE_FIXED),
+    Refusal("--elastic-ep-join-mode", other_than(None), RANKS_ARE_FIXED, "ep_join_mode"),
+    Refusal("--init-expert-location", other_than("trivial"), RANKS_ARE_FIXED),
+    Refusal("--expert-distribution-recorder-mode", other_than(None), NOT_REPORTED),
+    Refusal("--expert-balancedness-report-mode", other_than("off"), NOT_REPORTED),
+    Refusal("--enforce-shared-experts-fusion", bool, "the shared expert is computed by itself; leave it out"),
+    Refusal("--enable-fused-moe-sum-all-reduce", bool, "ranks are summed once, after the experts; leave it out"),
+    Refusal("--enable-paged-experts", bool, ON_THE_DEVICE),
+    Refusal("--kt-weight-path", other_than(None), ON_THE_DEVICE),
+    # ---- forwards
+    *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),
+    Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
+    *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
+    *flags("--enable-nvidia-megakernel --enable-amd-monokernel", bool, "this package's kernels compute the model"),
+    Refusal("--enable-torch-compile", bool, "this package's kernels are compiled ahead; leave it out"),
+    *flags(
+        "--prefill-attention-backend --decode-attention-backend",
+        other_than(None, NAME, "compressed"),  # SGLang's older name
+        OUR_ATTENTION,
+    ),
+    Refusal("--enable-deepseek-v4-fp4-indexer", bool, "indexer keys are FP4 in every cache of FP8 rows; leave it out"),
+    Refusal("--sampling-backend", lambda name: name in ("ascend", "intel_xpu"), "it is for other hardware"),
+    *flags("--dsv4-prefill-backend --dsv4-attn-backend", other_than("auto"), OUR_ATTENTION),
+    Refusal("--rl-on-policy-target", other_than(None), "it changes layers of SGLang that this model does not use"),
+    Refusal("--enable-tf32-matmul", bool, "the router and the compressors need fp32 products; leave it out"),
+    Refusal("--dtype", other_than("auto", "bfloat16", "float32", "float"), "the model computes in bfloat16 or float32"),
+    *flags("--is-embedding", bool, "the model answers with tokens"),
+    Refusal("--dllm-algorithm", other_than(None), "the model does not diffuse"),
+    # ---- caches
     Refusal(
         "--page-size",
-        lambda tokens: tokens not in (None, FULL_PAGE_TOKENS),
+        other_than(None, FULL_PAGE_TOKENS),
         f"pages hold {FULL_PAGE_TOKENS} tokens, two compression groups of the HCA layers; leave it out",
     ),
     Refusal(
         "--hicache-host-memory-mode",
-        lambda mode: mode != "cache",
+        other_than("cache"),
         "host memory keeps prefixes, and the storage backend gets them from there; leave it out",
     ),
     Refusal(
-        "--hicache-host-memory-fraction",
-        lambda share: share not in (None, 0.8),
-        "give the size by --hicache-ratio or --hicache-size",
+        "--hicache-host-memory-fraction", other_than(None, 0.8), "give the size by --hicache-ratio or --hicache-size"
     ),
     Refusal("--enable-streaming-session", bool, "a session's rows are not kept"),
+    Refusal("--radix-cache-backend", other_than(None, NAME), OUR_CACHE),
+    *flags("--enable-unified-memory --enable-page-major-kv-layout --enable-hisparse", bool, OUR_CACHE),
+    *flags("--enable-lmcache --enable-flexkv --enable-unified-cache-external-linker", bool, OUR_CACHE),
+    Refusal("--disable-hybrid-swa-memory", bool, "window rows are in rings of the request slots; leave it out"),
+    Refusal("--kv-canary", other_than("none"), OUR_CACHE),
+    # ---- weights
+    *flags("--load-format --speculative-draft-load-format", other_than(None, *LOAD_FORMATS), OUR_LOADER),
+    Refusal("--model-impl", other_than("auto", "sglang"), OUR_LOADER),
+    Refusal("--model-config-parser", other_than("auto", "hf"), "config.json describes the model; leave it out"),
+    *flags("--modelopt-quant --custom-weight-loader", other_than(None), OUR_LOADER),
+    *flags("--quantize-and-serve --remote-instance-weight-loader-start-seed-via-transfer-engine", bool, OUR_LOADER),
+    Refusal("--startup-weight-load-mode", other_than("serial"), OUR_LOADER),
+    Refusal("--weight-cache-mode", other_than("off"), OUR_LOADER),
+    Refusal("--enable-lora", bool, "the model has no place for adapters"),
+    Refusal("--lora-paths", bool, "the model has no place for adapters"),
+    # ---- requests and answers
+    Refusal("--tokenizer-worker-num", above(1), f"{OTHER_PROCESSES}; leave it out"),
+    *flags("--smg-grpc-mode --grpc-mode", bool, OUR_CHECKS),
+    *flags("--enable-return-aux-hidden-states --enable-return-routed-experts", bool, NOT_REPORTED),
+    *flags("--enable-return-indexer-topk", bool, NOT_REPORTED),
+    *flags(
+        "--enable-encoder-swa-bounded-replay --enable-decoder-swa-bounded-replay",
+        bool,
+        "it belongs to DeepSeek-V4.1; a tail holds the window rows of a prefix",
+    ),
+    # ---- disaggregation
     Refusal(
         "--disaggregation-mode",
-        lambda mode: mode != "null",
+        other_than("null"),
         "rings and compressor states are not transferred between servers",
     ),
-    Refusal("--enable-lora", bool, "the model has no place for adapters"),
+    *flags("--enable-pd-role-switch", bool, "rings and compressor states are not transferred between servers"),
+    Refusal("--decoupled-spec-role", other_than("null"), "a draft runs in its target's server; leave it out"),
+    *flags("--encoder-only --language-only", bool, "the model reads text only; leave it out"),
+    # ---- drafts
+    *flags("--speculative-accept-threshold-single --speculative-accept-threshold-acc", other_than(1.0), TARGET_DECIDES),
+    *flags("--speculative-token-map --speculative-draft-attention-backend", other_than(None), OUR_DRAFT),
+    *flags("--speculative-draft-window-size --uno-lora-path", other_than(None), OUR_DRAFT),
+    Refusal("--speculative-draft-kv-cache-dtype", other_than(None, "auto"), OUR_DRAFT),
+    *flags("--speculative-adaptive --enable-multi-layer-eagle", bool, OUR_DRAFT),
+    Refusal("--speculative-moe-a2a-backend", other_than(None, "none"), OUR_DRAFT),
 )
 
 
 def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for flags that SGLang would accept and that our pools, or the checkpoint's draft, can't serve.
+    """Raise for flags that SGLang would accept and that our pools, or the checkpoint, can't serve.
 
     Raises:
         ValueError: names the flag and why.
     """
+    from sglang.srt.environ import envs
+
     refuse(arguments)
     algorithm = arguments.speculative_algorithm
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
@@ -73,6 +191,8 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
             "DSpark's, and it has no MTP module. Leave the flag out."
         )
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
     if arguments.device == "cpu" and arguments.speculative_use_rejection_sampling:
         raise ValueError(
             "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
@@ -86,8 +206,27 @@ def refuse(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
     Raises:
         ValueError: names the flag, its value and why.
     """
-    for flag, is_refused, why in REFUSALS:
+    for refusal in REFUSALS:
+        value = getattr(arguments, refusal.argument)
+        if refusal.is_refused(value):
+            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
+            raise ValueError(f"sglang-dsv4 does not support {shown}: {refusal.why}")
+
+
+def refuse_other_quantization(arguments: Any, hf_config: Any) -> None:  # ServerArgs as the user gave them
+    """Raise for a quantisation of the weights, or of a draft's, that is not the checkpoint's own.
+
+    SGLang's view of the arguments holds what it has found in the checkpoint, under another name for some checkpoints.
+
+    Raises:
+        ValueError: names the flag, its value and the checkpoint's.
+    """
+    own = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
+    for flag in ("--quantization", "--speculative-draft-model-quantization"):
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if is_refused(value):
-            shown = flag if value is True else f"{flag} {value}"
-            raise ValueError(f"sglang-dsv4 does not support {shown}: {why}")
+        if value not in (None, own):
+            has = f"has {own}" if own else "is not quantised"
+            raise ValueError(
+                f"sglang-dsv4 does not support {flag} {value}: the checkpoint {has}, and weights are served as the "
+                "checkpoint holds them. Leave the flag out."
+            )

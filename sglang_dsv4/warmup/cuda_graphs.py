@@ -47,6 +47,7 @@ _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs afterwards."""
     from sglang_dsv4.attention import comparison
+    from sglang_dsv4.layers import finite
 
     arguments = compat.resolving_view(server_args)
     hf_config = compat.model_config_of(server_args).hf_config
@@ -54,6 +55,8 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
         uncapturable = uncapturable_ops("cuda", hf_config.head_dim)
         if comparison.file_of_rank(0) is not None:
             uncapturable.append("the attention that is compared")
+        if finite.is_on():
+            uncapturable.append("the search for numbers that are not finite")
         off = {"disable_prefill_cuda_graph": True}
         if uncapturable:
             logger.warning("sglang_dsv4: CUDA graphs are off, these ops run as references: %s", ", ".join(uncapturable))

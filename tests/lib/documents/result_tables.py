@@ -1,4 +1,4 @@
-"""Tables of the documents that are made from `benchmarks/results/*.json`.
+"""Tables of the documents that are made from `benchmarks/results/*.json` and from `docs/server_flags.toml`.
 
 A document holds each table between `<!-- table: NAME -->` and `<!-- end -->`. After a new measurement:
 
@@ -18,7 +18,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from documents import kernel_tables, served_tables
+from documents import flag_tables, kernel_tables, served_tables
 from documents.results import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -43,6 +43,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts_means": kernel_tables.experts_means,
     "experts_prefill": kernel_tables.experts_prefill,
     "few_heads": kernel_tables.few_heads,
+    "flags": flag_tables.every_flag,
     "grouped_linear": kernel_tables.grouped_linear,
     "indexer": kernel_tables.indexer,
     "linear_fp8": kernel_tables.linear_fp8,

@@ -14,27 +14,11 @@ from sglang_dsv4.seam.refused_flags import refuse_unsupported_arguments
 
 
 def arguments(**fields: Any) -> SimpleNamespace:
-    unset = {
-        "device": "cpu",
-        "dtype": "auto",
-        "kv_cache_dtype": "auto",
-        "max_total_tokens": None,
-        "max_running_requests": None,
-        "radix_cache_backend": None,
-        "enable_streaming_session": False,
-        "disaggregation_mode": "null",
-        "speculative_algorithm": None,
-        "speculative_use_rejection_sampling": False,
-        "pp_size": 1,
-        "attn_dp_size": 1,
-        "moe_a2a_backend": "none",
-        "page_size": None,
-        "enable_hierarchical_cache": False,
-        "hicache_host_memory_mode": "cache",
-        "hicache_host_memory_fraction": 0.8,
-        "enable_lora": False,
-    }
-    return SimpleNamespace(**{**unset, **fields})
+    """SGLang's defaults for a server on a CPU, and the fields."""
+    from sglang.srt.server_args import ServerArgs
+
+    unset = ServerArgs(model_path="none", device="cpu")
+    return SimpleNamespace(**{**{name: getattr(unset, name) for name in unset.__struct_fields__}, **fields})
 
 
 FLOAT_CONFIG = SimpleNamespace(dtype="float32")
@@ -45,6 +29,7 @@ CONFIG = SimpleNamespace(dtype="bfloat16")
 
 def test_a_cpu_user_needs_no_flags() -> None:
     assert defaults.default_arguments(arguments(), CONFIG) == {
+        "enable_cache_report": True,
         "radix_cache_backend": "dsv4",
         "kv_cache_dtype": "bfloat16",
         "max_total_tokens": 65536,
@@ -72,7 +57,10 @@ def test_cores_are_shared_out_among_ranks(ranks: int, cores: list[int], expected
 
 
 def test_a_gpu_keeps_sglangs_sizes() -> None:
-    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {"radix_cache_backend": "dsv4"}
+    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {
+        "radix_cache_backend": "dsv4",
+        "enable_cache_report": True,
+    }
 
 
 @pytest.mark.parametrize(

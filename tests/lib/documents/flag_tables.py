@@ -1,0 +1,68 @@
+"""The tables of server flags in docs/coming_from_sglang.md, made from `docs/server_flags.toml`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from documents import server_flags
+from documents.results import markdown
+from documents.server_flags import Flag, Row
+
+from sglang_dsv4.seam import refused_flags
+
+MOST_VALUES = 4
+"""A flag with more values than these is shown without them."""
+
+
+def every_flag() -> str:
+    """One table for each section of the file, with its title."""
+    return "\n".join(
+        f"### {title}\n\n" + markdown(("arguments", "here", ""), map(cells, rows_by_reason(rows)))
+        for title, rows in server_flags.sections().items()
+    )
+
+
+def rows_by_reason(rows: tuple[Row, ...]) -> list[tuple[str, str, str]]:
+    """Arguments, answer and reason of each row; a row whose refusals have several reasons is divided."""
+    shown = []
+    for row in rows:
+        by_reason: dict[str, list[str]] = {}
+        for alternatives in row.flags:
+            by_reason.setdefault(reason(row, alternatives[0]), []).append(argument(alternatives))
+        for field in row.fields:
+            by_reason.setdefault(row.why, []).append(f"`{field}`")
+        shown += [(", ".join(names), answer(row), why) for why, names in by_reason.items()]
+    return shown
+
+
+def cells(row: tuple[str, str, str]) -> tuple[str, ...]:
+    """The row, with no character that ends a cell."""
+    return tuple(cell.replace("|", "\\|") for cell in row)
+
+
+def answer(row: Row) -> str:
+    """The row's answer in words."""
+    return f"replaced by `{row.by}`" if row.answer == "replaced" else row.answer
+
+
+def reason(row: Row, flag: Flag) -> str:
+    """The row's reason; for a refusal of ours, the reason that the server prints."""
+    if row.answer != "refused" or row.why:
+        return row.why
+    whys = [refusal.why for refusal in refused_flags.REFUSALS if refusal.flag == flag.name]
+    return whys[0] if whys else ""
+
+
+def argument(alternatives: tuple[Flag, ...]) -> str:
+    """The flag's name, with values where other rows answer for other values."""
+    name = alternatives[0].name
+    if places()[name] == 1:
+        return f"`{name}`"
+    if len(alternatives) > MOST_VALUES or alternatives[0].values == server_flags.OTHERS:
+        return f"`{name}` with any other value"
+    return ", ".join(f"`{flag.text}`" for flag in alternatives)
+
+
+def places() -> Counter[str]:
+    """Flag -> number of rows that answer for it."""
+    return Counter(name for row in server_flags.rows() for name in {flag.name for flags in row.flags for flag in flags})

@@ -1,0 +1,217 @@
+"""Servers with the flags of `docs/server_flags.toml` that work, a set at a time, and with all that have no effect.
+
+Every server answers the same requests, alone and in batches, cold and after hits, with the bits of a server without
+the flags (`lib.exact_trace`); only sets that change the model's numbers have references of their own. Then `CHECKS`
+asks for what the flags are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from documents import server_flags
+from lib import exact_trace
+from lib.exact_trace import References, Sizes
+from serving.server import SLEEP_ON_IDLE, TAILS, Server, flush, free_port, output_logprobs, running_server
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+POOL_TOKENS = 3072
+MAX_RUNNING = 6
+FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
+FLAGS += ("--chunked-prefill-size", "256")
+SIZES = Sizes(
+    lengths=(5, 520),
+    new_tokens=6,
+    batches=(4,),
+    pool_tokens=POOL_TOKENS,
+    displaced=0,
+    requests=30,
+    at_once=8,
+    longest=400,
+)
+OWN_NUMBERS = ("formats", "other weights")
+"""Sets whose flags change the model's numbers."""
+TIMEOUT_S = 300
+
+
+LINES = server_flags.command_lines()
+
+
+@pytest.fixture(scope="module")
+def known(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Cold answers of a server without the flags, and a proof that it is exact itself."""
+    references: References = {}
+    with running_server(checkpoint, tmp_path_factory.mktemp("plain") / "log", *FLAGS, env=TAILS) as server:
+        found = exact_trace.prove(server.url, SIZES, references)
+    assert not found.mismatches, "\n".join(exact_trace.describe(found))
+    return references
+
+
+def filled(words: list[str], checkpoint: Path, folder: Path) -> list[str]:
+    """The words with values for their placeholders."""
+    files = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+    digests = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
+    (folder / "checksums.json").write_text(json.dumps({"files": digests}))
+    values = {"model": checkpoint, "folder": folder, "checksums": folder / "checksums.json"}
+    values["ipc"] = f"ipc://{folder}/metrics.ipc"
+    text = []
+    for word in words:
+        for name, value in values.items():
+            word = word.replace("{" + name + "}", str(value))
+        text.append(word.replace("{port}", str(free_port())) if "{port}" in word else word)
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LINES)
+def test_answers_do_not_depend_on_the_flags(name: str, checkpoint: Path, tmp_path: Path, known: References) -> None:
+    words = filled(LINES[name], checkpoint, tmp_path)
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, *words, env=TAILS) as server:
+        family = name.rstrip(" 0123456789")
+        found = exact_trace.prove(server.url, SIZES, {} if family in OWN_NUMBERS else dict(known))
+        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        assert found.seen["hit device"] > 0
+        if family in CHECKS:
+            CHECKS[family](server, tmp_path)
+        assert server.is_alive()
+        assert "Traceback" not in server.log
+
+
+# ---- what the flags are for
+
+PROMPT = [0, *range(300, 600)]
+
+
+def post(server: Server, path: str, **body: Any) -> requests.Response:
+    return requests.post(f"{server.url}{path}", json=body, timeout=TIMEOUT_S)
+
+
+def asked(server: Server, prompt: list[int], new_tokens: int = 6, **fields: Any) -> dict[str, Any]:
+    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    response = post(server, "/generate", input_ids=prompt, sampling_params=sampling, return_logprob=True, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def check_priorities(server: Server, folder: Path) -> None:
+    """Urgent requests push others out of a full server; all answers have the bits that they have alone."""
+    prompts = [[0, first, *range(400, 400 + 40 * first)] for first in range(3, 3 + 2 * MAX_RUNNING)]
+    alone = [asked(server, prompt, 40) for prompt in prompts]
+
+    def one(index: int) -> dict[str, Any]:
+        return asked(server, prompts[index], 40, priority=100 * (index % 3))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(one, range(len(prompts))))
+    for expected, got in zip(alone, together, strict=True):
+        assert got["output_ids"] == expected["output_ids"]
+        assert output_logprobs(got) == output_logprobs(expected)
+
+
+def check_requests(server: Server, folder: Path) -> None:
+    """A logit processor of the request's own forbids a token; other requests of the batch keep theirs."""
+    plain = asked(server, PROMPT)
+    forbidden = plain["output_ids"][0]
+    processor = {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()}
+    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {
+        "input_ids": [PROMPT, PROMPT],
+        "return_logprob": True,
+        "custom_logit_processor": [processor["custom_logit_processor"], None],
+    }
+    body["sampling_params"] = [sampling | {"custom_params": {"token_ids": [forbidden]}}, sampling]
+    both = post(server, "/generate", **body).json()
+    assert forbidden not in both[0]["output_ids"]
+    assert both[1]["output_ids"] == plain["output_ids"]
+    assert output_logprobs(both[1]) == output_logprobs(plain)
+
+
+def check_hidden_states(server: Server, folder: Path) -> None:
+    """The states of the last token, or of every token that was computed, have the same bits after a hit."""
+    mode = True if "'return_hidden_states_mode': 'full'" in server.log or "full" in server.log else "last"
+    flush(server)
+    cold, warm = (asked(server, PROMPT, return_hidden_states=mode) for _ in range(2))
+    assert warm["meta_info"]["cached_tokens"] > 0
+    states = [answer["meta_info"]["hidden_states"] for answer in (cold, warm)]
+    assert len(states[0]) == len(states[1]) > 0
+    assert states[0][-1] == states[1][-1]
+    assert warm["output_ids"] == cold["output_ids"]
+
+
+def check_http(server: Server, folder: Path) -> None:
+    client, messages = server.client(), [{"role": "user", "content": "and the water " * 60}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    again = client.chat.completions.create(**options)
+    assert again.choices[0].message.content == whole.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0  # --enable-cache-report
+    tokens = post(server, "/v1/chat/completions", **options).json()["sglext"]
+    assert len(tokens["input_ids"]) == whole.usage.prompt_tokens  # --return-input-ids
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    pieces = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len(pieces) <= 1 + 20 // 3  # --stream-interval 3
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # without stream_options
+    stored = client.responses.create(model="tiny", input="Hello!", max_output_tokens=12, temperature=0)
+    assert client.responses.retrieve(stored.id).output_text == stored.output_text  # --enable-response-store
+    assert requests.get(f"{server.url}/get_model_info", timeout=TIMEOUT_S).json()["preferred_sampling_params"]
+
+
+def check_chat(server: Server, folder: Path) -> None:
+    message = server.chat("ponder", max_tokens=8).choices[0].message
+    assert message.reasoning_content and not message.content  # a thought without end, asked for by the server's default
+
+
+def check_metrics(server: Server, folder: Path) -> None:
+    post(server, "/v1/completions", model="tiny", prompt="a", max_tokens=2)
+    labels = {"x-labels": json.dumps({"a": "1"})}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+    requests.post(f"{server.url}/v1/completions", json=body, headers=labels, timeout=TIMEOUT_S)
+    text = requests.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
+    assert 'a="1"' in text and 'le="984.0"' in text
+    assert "sglang:dsv4" in text or "tail" in text
+
+
+def check_logs(server: Server, folder: Path) -> None:
+    found = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".log", ".json", ".jsonl", "")]
+    assert any("rid" in path.read_text(errors="replace") for path in found)
+
+
+def check_sessions(server: Server, folder: Path) -> None:
+    """Requests of a session have the answers of requests without one, and closing it frees nothing that others use."""
+    session = post(server, "/open_session", capacity_of_str_len=10000).json()
+    prompt = [0, *range(100, 700)]
+    flush(server)
+    cold, warm = (asked(server, prompt, session_id=session) for _ in range(2))
+    assert post(server, "/close_session", session_id=session).status_code == 200
+    after = asked(server, prompt)
+    assert warm["meta_info"]["cached_tokens"] > 0 and after["meta_info"]["cached_tokens"] > 0
+    for answer in (warm, after):
+        assert output_logprobs(answer) == output_logprobs(cold)
+
+
+def check_together(server: Server, folder: Path) -> None:
+    for check in (
+        check_requests,
+        check_hidden_states,
+        check_http,
+        check_chat,
+        check_metrics,
+        check_logs,
+        check_sessions,
+    ):
+        check(server, folder)
+
+
+CHECKS: dict[str, Callable[[Server, Path], None]] = {
+    "together": check_together,
+    "priorities": check_priorities,
+    "no preemption": check_priorities,
+}
