@@ -292,7 +292,7 @@ def test_a_responses_request_gets_its_tokens(routes: Routes, limit: int, monkeyp
     assert routes.engine.requests[-1].sampling_params["max_new_tokens"] == limit
     routes.ask("responses", False, {})
     assert routes.engine.requests[-1].sampling_params["max_new_tokens"] is None
-    monkeypatch.setattr(live, "_launched", False)  # another model's server
+    monkeypatch.setattr(live, "_answers_clients", False)  # another model's server
     routes.ask("responses", False, {}, max_output_tokens=limit)
     assert routes.engine.requests[-1].sampling_params["max_new_tokens"] == limit - 2
 
