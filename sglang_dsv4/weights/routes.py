@@ -72,9 +72,9 @@ def add_route(result: None, manager: TokenizerManager, *args: object, **kwargs: 
     from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    @server.app.post("/abandon_weight_update")
+    @server.app.post("/abandon_weight_update", response_model=None)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def abandon_weight_update() -> JSONResponse:
+    async def abandon_weight_update() -> object:
         success, message = await manager.end_weight_update(EndWeightUpdateReqInput(rid=ABANDON))
         return JSONResponse({"success": success, "message": message}, 200 if success else 400)
 

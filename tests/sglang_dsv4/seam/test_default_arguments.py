@@ -102,6 +102,14 @@ def test_a_cpu_has_memory_whatever_the_chunk(chunk: int, resolved: Callable[...,
     assert resolved(chunked_prefill_size=chunk, mem_fraction_static=0.3).mem_fraction_static == 0.3
 
 
+def test_an_unknown_word_of_a_switch_stops_the_launcher(
+    resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DSV4_TOOL_CALLS", "mend")
+    with pytest.raises(ValueError, match=r"SGLANG_DSV4_TOOL_CALLS.*repair"):
+        resolved()
+
+
 def test_sglang_does_not_replace_a_page_size_silently(resolved: Callable[..., Any]) -> None:
     assert resolved().page_size == resolved(page_size=256).page_size == 256
     with pytest.raises(ValueError, match="--page-size 64: pages hold 256 tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,3 +93,24 @@ def test_another_model_s_versions_are_sglang_s() -> None:
 def test_files_are_asked_for_again() -> None:
     manager = Manager((False, f"{BUSY}: wait", 0), (True, "done", 0))
     assert asyncio.run(routes.from_files(manager.answer, manager, None)) == (True, "done", 0)
+
+
+def test_the_route_that_drops_an_update_is_in_the_servers_own_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A route whose types FastAPI can't resolve leaves the server without its OpenAPI document."""
+    from fastapi import FastAPI
+
+    app, manager = FastAPI(), Manager(DONE)
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=app))
+    sent = []
+
+    async def ended(request: EndWeightUpdateReqInput) -> tuple[bool, str]:
+        sent.append(request.rid)
+        return len(sent) == 1, "a message"
+
+    manager.end_weight_update = ended
+    routes.add_route(None, manager)
+    routes.add_route(None, Manager(DONE, architecture="LlamaForCausalLM"))
+    assert "/abandon_weight_update" in app.openapi()["paths"]
+    (route,) = [route for route in app.routes if route.path == "/abandon_weight_update"]
+    assert [asyncio.run(route.endpoint()).status_code for _ in range(2)] == [200, 400]
+    assert sent == [ABANDON] * 2

@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
-from model.checkpoint_tensors import Checkpoint, with_last, without
+from model.checkpoint_tensors import Checkpoint, snapshot, with_last, without
 from model.harness import Harness
 from model.updates import Named, Trainer, buckets_of, different, same
 from safetensors.torch import load_file, save_file
@@ -85,12 +85,20 @@ def models(folders: dict[str, Path]) -> Trainer:
     return Trainer(harness, draft)
 
 
-@pytest.fixture
-def trainer(models: Trainer, old: Checkpoint) -> Trainer:
-    """Both models with the old weights and no update."""
+@pytest.fixture(scope="module")
+def old_values(models: Trainer, old: Checkpoint) -> dict[str, Checkpoint]:
     for model in models.models.values():
-        model.weight_update, model.weights_are_lost = None, False
         model.load_weights(old.items())
+    return {role: snapshot(model) for role, model in models.models.items()}
+
+
+@pytest.fixture
+def trainer(models: Trainer, old_values: dict[str, Checkpoint]) -> Trainer:
+    """Both models with the old weights and no update."""
+    for role, model in models.models.items():
+        model.weight_update, model.weights_are_lost = None, False
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(old_values[role][name])
     models.manager._session, models.idle, models.flushes = None, True, 0
     models.manager.offload_tags.clear()
     models.versions.clear()
@@ -99,13 +107,13 @@ def trainer(models: Trainer, old: Checkpoint) -> Trainer:
 
 def loaded(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The bits of both models after a load of this checkpoint; the old weights are in the models afterwards."""
-    before = {role: [p.detach().clone() for p in model.parameters()] for role, model in trainer.models.items()}
+    before = {role: snapshot(model) for role, model in trainer.models.items()}
     for model in trainer.models.values():
         model.load_weights(checkpoint.items())
     bits = trainer.bits()
     for role, model in trainer.models.items():
-        for parameter, value in zip(model.parameters(), before[role], strict=True):
-            parameter.data.copy_(value)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(before[role][name])
     return bits
 
 
@@ -121,6 +129,9 @@ def test_any_buckets_in_any_order(trainer: Trainer, new: Checkpoint, size: int) 
         for _, tensor in sent:  # a trainer uses a bucket's memory again
             tensor.view(torch.uint8).fill_(0x7F)
     assert same(trainer.bits(), before) and trainer.flushes == 0
+    parameters = {id(p): p.nbytes for model in trainer.models.values() for p in model.parameters()}
+    staged = sum(model.weight_update.nbytes for model in trainer.models.values())
+    assert staged == sum(parameters.values()), "one copy of every parameter, those of both models once"
     success, message = trainer.end()
     assert success and message.startswith(f"{count(new)} tensors of the target and {len(new) - count(new)} tensors")
     assert different(trainer.bits(), expected) == []
