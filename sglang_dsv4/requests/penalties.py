@@ -212,8 +212,9 @@ def recount(orchestrator: BatchedPenalizerOrchestrator, batch: ScheduleBatch) ->
     for req in batch.reqs:
         one = Rows([req], batch.device)
         counted = make(orchestrator.vocab_size, one, kinds)
-        for token in req.output_ids:
-            counted.cumulate_output_tokens(torch.tensor([token], device=batch.device))
+        answer = torch.tensor(list(req.output_ids), dtype=torch.int64, device=batch.device)
+        for place in range(len(answer)):
+            counted.cumulate_output_tokens(answer[place : place + 1])
         if merged is None:
             merged, rows = counted, one
         else:

@@ -151,11 +151,20 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
         penaltylib.BatchedFrequencyPenalizer,
         penaltylib.BatchedPresencePenalizer,
         penaltylib.BatchedRepetitionPenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
     }
-    none = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    none = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+    none["stop_token_ids"] = {15}
     answers = [([], {}), ([3, 5, 3, 3], {"frequency_penalty": 0.3}), ([7], {}), ([2, 2], {"presence_penalty": 0.7})]
     answers += [([9, 4, 4], {"repetition_penalty": 1.3, "frequency_penalty": 0.1})]
-    reqs = [SimpleNamespace(output_ids=ids, sampling_params=SimpleNamespace(**none | p)) for ids, p in answers]
+    answers += [([], {"min_new_tokens": 1}), ([6], {"min_new_tokens": 1}), ([6], {"min_new_tokens": 2})]
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None)
+    reqs = [
+        SimpleNamespace(
+            output_ids=ids, eos_token_ids=None, tokenizer=tokenizer, sampling_params=SimpleNamespace(**none | p)
+        )
+        for ids, p in answers
+    ]
     batch = penalties.Rows(reqs, "cpu")  # type: ignore[arg-type]
     info = SimpleNamespace(
         device="cpu", penalizer_orchestrator=penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds)
@@ -172,6 +181,8 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
         for token in set(ids):
             expected[token] -= p.get("frequency_penalty", 0.0) * ids.count(token) + p.get("presence_penalty", 0.0)
             expected[token] /= p.get("repetition_penalty", 1.0)
+        if len(ids) < p.get("min_new_tokens", 0):
+            expected[15] = -torch.inf
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-6)
 
 
