@@ -284,9 +284,9 @@ async def _bad_body(request: Any, error: Exception) -> object:
     """A 400 for an error that SGLang's validators raised while they read a body; a route's error is raised again."""
     if UNKNOWN_NAME.search(str(error)):  # `/vertex_generate` passes the names in a body on as arguments
         return await _bad_request(request, ValueError(f"The body has a name that no request has: {error}"))
-    if is_from_a_route(error):
-        raise error
     field = field_that_failed(error)
+    if is_from_a_route(error) and (field is None or field[0] != "The body"):  # some routes read the body themselves
+        raise error
     what = "The body can't be read" if field is None else f"{field[0]} can't be read, got {field[1]!r:.100}"
     return await _bad_request(request, ValueError(f"{what}: {type(error).__name__}: {error}"))
 
@@ -294,15 +294,18 @@ async def _bad_body(request: Any, error: Exception) -> object:
 def field_that_failed(error: Exception) -> tuple[str, object] | None:
     """Name and value of the field that a validator was reading; None if it had not begun with a field.
 
-    A validator that runs before pydantic's own has the whole body as `values`, and the field under its own name.
+    A validator that runs before pydantic's own has the whole body as `values`, and the field under its own name; a
+    route that reads the body itself has it as `body`.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     known = {} if traceback is None else traceback.tb_frame.f_locals
-    body = known.get("values")
+    name = next((name for name in ("values", "body") if name in known), None)
+    body = None if name is None else known[name]
     if not isinstance(body, dict):
-        return None if body is None else ("The body", body)
+        in_json = body is None or isinstance(body, (list, str, int, float))
+        return ("The body", body) if name is not None and in_json else None
     return next(((name, value) for name, value in body.items() if known.get(name, body) is value), None)
 
 

@@ -24,13 +24,15 @@ a `rid` of SGLang's own          a busy scheduler drops it                     S
 an invalid `stop_regex`          500                                           SamplingParams.normalize
 a grammar and `min_new_tokens`   500: every token is forbidden                 BatchedMinNewTokensPenalizer
 a grammar that no text fulfils   500 after its first token                     XGrammarGrammarBackend._from_context
-a long grammar                   it is compiled for half a minute              XGrammarGrammarBackend
+a grammar that is long, or has   it is compiled for minutes, or the scheduler  XGrammarGrammarBackend
+many levels or a long pattern    ends: the compiler's stack overflows
 `best_of`, `suffix`              ignored                                       OpenAIServingCompletion
 ===============================  ============================================  =========================================
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator
@@ -54,6 +56,11 @@ _hidden_size = 0  # hidden size of the DeepSeek-V4 model that this process serve
 INT32_MAX = 2**31 - 1
 GRAMMARS = {"json_schema": 2**18, "regex": 2**15, "ebnf": 2**15, "structural_tag": 2**18}
 """The grammars of a request, and the most characters of each: the time of a compilation grows with their square."""
+IN_JSON = ("json_schema", "structural_tag")
+MOST_LEVELS = 128
+"""Most levels of a JSON grammar: XGrammar compiles a chain of 1,000 for minutes."""
+LONGEST_TEXT = 2**14
+"""Most characters of a text in a JSON grammar: XGrammar's stack overflows at a pattern of 100,000 nested brackets."""
 MOST_ANSWERS = 1024
 """Most answers to one prompt: far more than are decoded at once, few enough to be held in memory."""
 MEDIA = {
@@ -134,11 +141,38 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
         length = len(getattr(params, name) or "")
         if length > longest:
             raise ValueError(f"{name} has {length:,} characters: at most {longest:,} are compiled. Shorten it.")
+        if length and name in IN_JSON:
+            _check_json(name, getattr(params, name))
     grammar = next((name for name in GRAMMARS if getattr(params, name)), None)
     if grammar is not None and isinstance(params.min_new_tokens, int) and params.min_new_tokens > 0:
         raise ValueError(
             f"min_new_tokens is {params.min_new_tokens} with {grammar}, which may allow less. Leave one of them out."
         )
+
+
+def _check_json(name: str, text: str) -> None:
+    """Check the levels and the texts of a grammar in JSON. Text that is no JSON passes: SGLang says what is wrong."""
+    try:
+        nodes = [json.loads(text)]
+    except ValueError:
+        return
+    except RecursionError:
+        nodes, levels = [], MOST_LEVELS + 1
+    else:
+        levels = 0
+    while nodes and levels <= MOST_LEVELS:
+        levels += 1
+        texts = [key for node in nodes if isinstance(node, dict) for key in node]
+        longest = max((len(node) for node in (*texts, *nodes) if isinstance(node, str)), default=0)
+        if longest > LONGEST_TEXT:
+            raise ValueError(f"{name} has a text of {longest:,} characters: at most {LONGEST_TEXT:,} are compiled.")
+        nodes = [
+            child
+            for node in nodes
+            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+        ]
+    if levels > MOST_LEVELS:
+        raise ValueError(f"{name} has more than {MOST_LEVELS} levels. Name its parts in $defs and refer to them.")
 
 
 def check_completion(error: str | None, serving: Any, request: CompletionRequest) -> str | None:

@@ -107,7 +107,8 @@ def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any]
         options: of SGLang's method.
 
     Raises:
-        ValueError: an effort of another model (`ultra`); SGLang answers 400.
+        ValueError: an effort that the model does not have, also in a prompt without thinking, or a body that the
+            renderer can't read, as one of more than 128 levels; SGLang answers 400.
     """
     if recipe.model == "DeepSeek-V4-Pro":  # SGLang's name for every model of this encoding
         effort = body.get("reasoning_effort", "low")
@@ -119,4 +120,9 @@ def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any]
         if _tiers is Tiers.APRIL:
             effort = "high" if effort == "max" else "low" if effort in ("medium", "high", "xhigh") else effort
         body = {**body, "reasoning_effort": effort}
-    return original(recipe, body, **options)
+    try:
+        return original(recipe, body, **options)
+    except ValueError:
+        raise
+    except Exception as error:  # the renderer reads nothing but the body
+        raise ValueError(f"The prompt can't be rendered: {type(error).__name__}: {error}") from error

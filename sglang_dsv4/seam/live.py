@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _pool_sizing: type = type(None)  # SGLang drops the pool configurator after use, so its class is noted when it is made
 _live: LiveParts | None = None
-_answers_clients = False  # whether this process answers the clients of a DeepSeek-V4 model
+_answers_clients: bool | None = None  # whether this process answers clients of a DeepSeek-V4 model; None: not known
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,8 @@ def note_clients_model(architectures: list[str] | None) -> bool:
 
 
 def serves_deepseek_v4() -> bool:
-    """Whether this process schedules a DeepSeek-V4 model, or answers its clients."""
-    return _answers_clients or _live is not None
+    """Whether this process schedules a DeepSeek-V4 model, or answers its clients; True if that is not known.
+
+    It is not known in the additional processes of ``--tokenizer-worker-num``.
+    """
+    return _answers_clients is not False or _live is not None

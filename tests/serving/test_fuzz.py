@@ -11,8 +11,8 @@ from serving.fuzz import LEFT_OUT, Fuzzer, send
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, output_logprobs, running_server
 
 KNOWN = {"short": [0, 7, 8, 9], "two-pages": [0, *(3 + i % 800 for i in range(520))]}
-BETWEEN = 25
-"""Generated requests between two known answers."""
+BETWEEN, BETWEEN_WRONG = 25, 100
+"""Requests between two known answers: of whole requests that are drawn, of requests with one wrong field."""
 
 
 def answers(server: Server) -> dict[str, tuple[list[int], list[float]]]:
@@ -46,7 +46,7 @@ def fuzz(server: Server, seed: int, drawn: int, wrong: int | None) -> Counter[in
         statuses[response.status_code] += 1
         if response.status_code >= 500:
             faults.append(f"{said}: {response.status_code} {response.text[:500]}")
-        if number % BETWEEN == BETWEEN - 1:
+        if (number + 1) % (BETWEEN if number < drawn else BETWEEN_WRONG) == 0:
             assert answers(server) == known, f"after {said}"
     assert server.is_alive() and answers(server) == known
     assert not faults, "\n".join(faults)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """End a process and those that it started, which may be there when it is gone."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 @contextmanager
 def quickstart(folder: Path, how: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any], int]]:
     """Start the quick start; yield its process, what the server wrote when it began, and the port."""
@@ -69,9 +76,7 @@ def quickstart(folder: Path, how: str, **env: str) -> Iterator[tuple[subprocess.
         wait_for(lambda: seen.exists() and seen.read_text().endswith("}"))
         yield process, json.loads(seen.read_text()), port
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end_session(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "ctrl-c"])
@@ -136,7 +141,4 @@ def test_sigterm_to_make_serve_reaches_python(tmp_path: Path) -> None:
         make.wait(TIMEOUT_S)
         wait_for((tmp_path / "ended").exists)
     finally:
-        try:
-            os.killpg(make.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        end_session(make)

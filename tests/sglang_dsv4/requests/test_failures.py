@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, model_validator
@@ -233,6 +233,11 @@ def test_a_body_that_a_validator_can_not_read_is_a_400(monkeypatch: pytest.Monke
             GenerateReqInput(**{"text": "a", "type": "b"})  # as /vertex_generate
         return body.value
 
+    @app.post("/read_raw")
+    async def read_raw(request: Request) -> None:
+        body = await request.json()  # as /remove_external_corpus
+        assert not body.get("corpus_id"), body["of"]["this"]
+
     server = SimpleNamespace(app=app, serve_generate_request=lambda obj, request: None)
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", server)
     monkeypatch.setattr(live, "_answers_clients", False)
@@ -249,3 +254,7 @@ def test_a_body_that_a_validator_can_not_read_is_a_400(monkeypatch: pytest.Monke
         assert client.post("/read", json={"format": {"value": 2}}).status_code == expected
         assert client.post("/read", json={"format": {"value": 3}}).json() == 3
         assert client.post("/read", json={"format": {"value": 4}}).status_code == expected
+        raw = client.post("/read_raw", json=[1])
+        assert raw.status_code == expected and (expected == 500 or "The body can't be read, got [1]" in raw.text)
+        assert client.post("/read_raw", json={"corpus_id": 1}).status_code == 500  # a KeyError of the route
+        assert client.post("/read_raw", content=b"{").status_code == expected

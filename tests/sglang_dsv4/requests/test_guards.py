@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,9 +67,27 @@ def test_labels_that_the_metrics_do_not_have_are_refused(metrics: bool, monkeypa
 
 @pytest.mark.parametrize(("name", "longest"), guards.GRAMMARS.items())
 def test_a_long_grammar_is_refused(name: str, longest: int) -> None:
-    guards.check_text_parameters(SamplingParams(**{name: "a" * longest}))
+    guards.check_text_parameters(SamplingParams(**{name: "a" * longest}))  # no JSON, which SGLang reports
     with pytest.raises(ValueError, match=f"{name} has {longest + 1:,} characters: at most {longest:,}"):
         guards.check_text_parameters(SamplingParams(**{name: "a" * (longest + 1)}))
+
+
+def nested(levels: int) -> str:
+    return '{"items":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+@pytest.mark.parametrize("name", guards.IN_JSON)
+def test_a_grammar_of_many_levels_or_with_a_long_text_is_refused(name: str) -> None:
+    """A pattern of 100,000 brackets ended the scheduler with a segmentation fault."""
+    longest = guards.LONGEST_TEXT
+    for text in (nested(guards.MOST_LEVELS), "{", json.dumps([["a" * longest], {"b" * longest: 1}]), "5", '"a"'):
+        guards.check_text_parameters(SamplingParams(**{name: text}))
+    for levels in (guards.MOST_LEVELS + 1, 20_000):
+        with pytest.raises(ValueError, match=f"{name} has more than 128 levels"):
+            guards.check_text_parameters(SamplingParams(**{name: nested(levels)}))
+    for long in ({"pattern": "a" * (longest + 1)}, {"a" * (longest + 1): {}}, [[["a" * (longest + 1)]]]):
+        with pytest.raises(ValueError, match=f"{name} has a text of 16,385 characters: at most 16,384"):
+            guards.check_text_parameters(SamplingParams(**{name: json.dumps(long)}))
 
 
 @pytest.mark.parametrize(
@@ -104,3 +123,14 @@ def test_an_effort_that_the_model_does_not_have_is_refused(thinking: bool) -> No
     assert reasoning_effort.render(lambda *_, **__: [5], other, {"reasoning_effort": "ultra"}) == [5]
     for effort in reasoning_effort.EFFORTS:
         assert reasoning_effort.render(lambda *_, **__: [5], recipe, {"reasoning_effort": effort}) == [5]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("too many levels"), ValueError("no such tier")], ids=["other", "named"])
+def test_a_body_that_the_renderer_can_not_read_is_refused(error: Exception) -> None:
+    """A `response_format` of 200 levels got a 500."""
+
+    def encode(*_: object, **__: object) -> list[int]:
+        raise error
+
+    with pytest.raises(ValueError, match=str(error)):
+        reasoning_effort.render(encode, SimpleNamespace(model="DeepSeek-V4-Pro"), {"thinking": False})
