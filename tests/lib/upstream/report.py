@@ -1,4 +1,4 @@
-"""What another SGLang moves, renames or changes of the functions and names that this package uses.
+"""Report the functions and names of SGLang used here that another version moves, renames, changes or lacks.
 
     make compat SGLANG=0.5.24                       download that version and compare
     python tests/lib/upstream/report.py FOLDER      compare with the version below FOLDER (which holds sglang/)
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from upstream.tree import NO_NODE, Definition, Found, Tree, digest_of, is_renamed, text_of
+from upstream.tree import NO_NODE, Found, Tree, digest_of, is_renamed, text_of
 
 from sglang_dsv4.seam import compat, hooks
 from sglang_dsv4.seam.hooks import Hook, Kind
@@ -146,7 +146,7 @@ def gone(name: str, used_by: str, digest: str, was: Found | None, tree: Tree) ->
     moved = [found for found in tree.definitions() if found.name == local]
     if moved:
         return Change(name, used_by, "moved", " or ".join(f"{found.module}.{found.name}" for found in moved[:3]))
-    if was is not None and isinstance(was.node, Definition):
+    if was is not None and isinstance(was.node, ast.FunctionDef | ast.AsyncFunctionDef):
         for found in tree.definitions():
             if is_renamed(found.node, was.node):
                 return Change(name, used_by, "renamed", f"{found.module}.{found.name}")

@@ -172,11 +172,11 @@ def text_of(node: ast.AST) -> str:
     return ast.unparse(copy)
 
 
-def is_renamed(node: ast.AST, before: Definition) -> bool:
-    """Whether a definition differs from another one by its name alone."""
+def is_renamed(node: ast.AST, before: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function differs from another one by its name alone."""
     if type(node) is not type(before) or len(node.body) != len(before.body):
         return False
-    if not isinstance(node, ast.ClassDef) and ast.dump(node.args) != ast.dump(before.args):
+    if ast.dump(node.args) != ast.dump(before.args):
         return False
     return text_of(node).replace(f" {node.name}", " ", 1) == text_of(before).replace(f" {before.name}", " ", 1)
 
