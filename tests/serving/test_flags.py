@@ -7,8 +7,12 @@ asks for what the flags are for.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import shutil
+import subprocess
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +23,21 @@ import requests
 from documents import server_flags
 from lib import exact_trace
 from lib.exact_trace import References, Sizes
-from serving.server import SLEEP_ON_IDLE, TAILS, Server, flush, free_port, output_logprobs, running_server
+from serving import speculation
+from serving.server import (
+    SLEEP_ON_IDLE,
+    TAILS,
+    Server,
+    flush,
+    free_port,
+    output_logprobs,
+    running_server,
+    start,
+    stop,
+)
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
 POOL_TOKENS = 3072
 MAX_RUNNING = 6
@@ -146,7 +163,7 @@ def check_hidden_states(server: Server, folder: Path) -> None:
 
 
 def check_http(server: Server, folder: Path) -> None:
-    client, messages = server.client(), [{"role": "user", "content": "and the water " * 60}]
+    client, messages = server.client(), [{"role": "user", "content": "and the water " * 200}]
     options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**options)
     again = client.chat.completions.create(**options)
@@ -215,3 +232,85 @@ CHECKS: dict[str, Callable[[Server, Path], None]] = {
     "priorities": check_priorities,
     "no preemption": check_priorities,
 }
+
+
+# ---- servers that cannot be asked like the others
+
+
+@pytest.mark.slow
+def test_dspark_drafts_of_a_few_tokens(tmp_path: Path, known: References) -> None:
+    """The target of this checkpoint has the weights of the others' target. It counts as a later release, so that
+    several tokenizer workers may serve it."""
+    shape, _, _ = speculation.ALGORITHMS["DSPARK"]
+    write_checkpoint(tmp_path / "model", shape)
+    flags = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "3")
+    flags += ("--tokenizer-worker-num", "2", "--enable-http-worker-reuseport")
+    with running_server(tmp_path / "model", tmp_path / "log", *FLAGS, *flags, env=TAILS) as server:
+        greedy = dataclasses.replace(SIZES, sampled=False)
+        found = exact_trace.prove(server.url, greedy, dict(known))
+        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        assert asked(server, PROMPT, 40)["meta_info"]["spec_verify_ct"] > 0
+
+
+PASSWORD, KEY, ADMIN_KEY = "secret", "key", "admin"
+
+
+@pytest.mark.slow
+def test_keys_certificates_and_a_gate(checkpoint: Path, tmp_path: Path) -> None:
+    """A server behind TLS and keys, whose start waits at a gate and whose checkpoint is deleted once it is loaded."""
+    make = "openssl req -x509 -newkey rsa:2048 -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    command = [*make.split(), "-passout", f"pass:{PASSWORD}", "-keyout", "key", "-out", "certificate"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    certificate, model, gate = str(tmp_path / "certificate"), tmp_path / "model", free_port()
+    shutil.copytree(checkpoint, model)
+    flags = ("--ssl-keyfile", str(tmp_path / "key"), "--ssl-certfile", certificate, "--ssl-ca-certs", certificate)
+    flags += (
+        "--ssl-keyfile-password",
+        PASSWORD,
+        "--enable-ssl-refresh",
+        "--api-key",
+        KEY,
+        "--admin-api-key",
+        ADMIN_KEY,
+    )
+    flags += (
+        "--delete-ckpt-after-loading",
+        "--gated-launch-port",
+        str(gate),
+        "--constrained-json-max-whitespace-cnt",
+        "1",
+    )
+    process, port = start(model, tmp_path / "log", (*FLAGS, *flags), TAILS, from_command=False)
+
+    def call(method: str, path: str, key: str | None = None, **options: Any) -> requests.Response:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        url = f"https://127.0.0.1:{port}{path}"
+        return requests.request(method, url, headers=headers, verify=certificate, timeout=TIMEOUT_S, **options)
+
+    try:
+        wait_until(lambda: requests.post(f"http://127.0.0.1:{gate}/gate/activate", timeout=5).ok)
+        wait_until(lambda: call("GET", "/health").ok)
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        sampling = {"max_new_tokens": 100, "temperature": 1.0, "json_schema": json.dumps(schema)}
+        body = {"input_ids": PROMPT, "sampling_params": sampling}
+        assert call("POST", "/generate", json=body).status_code == 401
+        answer = call("POST", "/generate", KEY, json=body)
+        assert answer.ok and set(json.loads(answer.json()["text"])) >= {"a"}
+        assert "  " not in answer.json()["text"].replace('"', "")
+        assert [call("POST", "/flush_cache", key).ok for key in (None, KEY, ADMIN_KEY)] == [False, False, True]
+        assert not model.exists()
+    finally:
+        stop(process)
+
+
+def wait_until(answers: Callable[[], bool]) -> None:
+    """Wait until a server answers."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            if answers():
+                return
+        except requests.RequestException:
+            pass
+        time.sleep(0.5)
+    pytest.fail("the server does not answer")
