@@ -117,19 +117,28 @@ def asked(server: Server, prompt: list[int], new_tokens: int = 6, **fields: Any)
     return response.json()
 
 
-def check_priorities(server: Server, folder: Path) -> None:
-    """Urgent requests push others out of a full server; all answers have the bits that they have alone."""
+def answers_to_urgent_requests(server: Server) -> int:
+    """Ask urgent requests of a full server, and check that all answers have the bits that they have alone; returns how
+    often a request was pushed out."""
     prompts = [[0, first, *range(400, 400 + 40 * first)] for first in range(3, 3 + 2 * MAX_RUNNING)]
     alone = [asked(server, prompt, 40) for prompt in prompts]
-
-    def one(index: int) -> dict[str, Any]:
-        return asked(server, prompts[index], 40, priority=100 * (index % 3))
-
     with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(one, range(len(prompts))))
+        waiting = [pool.submit(asked, server, prompt, 40, priority=100) for prompt in prompts[:MAX_RUNNING]]
+        wait_until(lambda: "#running-req: 6" in server.log)
+        waiting += [pool.submit(asked, server, prompt, 40, priority=0) for prompt in prompts[MAX_RUNNING:]]
+        together = [answer.result() for answer in waiting]
     for expected, got in zip(alone, together, strict=True):
         assert got["output_ids"] == expected["output_ids"]
         assert output_logprobs(got) == output_logprobs(expected)
+    return sum(answer["meta_info"]["num_retractions"] for answer in together)
+
+
+def check_preemption(server: Server, folder: Path) -> None:
+    assert answers_to_urgent_requests(server) > 0
+
+
+def check_no_preemption(server: Server, folder: Path) -> None:
+    assert answers_to_urgent_requests(server) == 0
 
 
 def check_requests(server: Server, folder: Path) -> None:
@@ -229,8 +238,8 @@ def check_together(server: Server, folder: Path) -> None:
 
 CHECKS: dict[str, Callable[[Server, Path], None]] = {
     "together": check_together,
-    "priorities": check_priorities,
-    "no preemption": check_priorities,
+    "priorities": check_preemption,
+    "no preemption": check_no_preemption,
 }
 
 
@@ -250,6 +259,17 @@ def test_dspark_drafts_of_a_few_tokens(tmp_path: Path, known: References) -> Non
         found = exact_trace.prove(server.url, greedy, dict(known))
         assert not found.mismatches, "\n".join(exact_trace.describe(found))
         assert asked(server, PROMPT, 40)["meta_info"]["spec_verify_ct"] > 0
+
+
+@pytest.mark.slow
+def test_a_context_beyond_the_models(checkpoint: Path, tmp_path: Path, known: References) -> None:
+    """Positions have no table that could end: with SGLang's consent longer requests have the bits that they have in a
+    model for them."""
+    flags = ("--json-model-override-args", '{"max_position_embeddings": 256}', "--context-length", "2048")
+    env = {**TAILS, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=env, from_command=True) as server:
+        found = exact_trace.prove(server.url, SIZES, dict(known))
+        assert not found.mismatches, "\n".join(exact_trace.describe(found))
 
 
 PASSWORD, KEY, ADMIN_KEY = "secret", "key", "admin"
