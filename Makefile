@@ -21,10 +21,6 @@ BIN   := $(VENV)/bin
 # Set-up runs again when one of these files changes, and only then.
 SETUP_INPUTS := requirements-cpu.txt requirements-test.txt pyproject.toml setup_venv.sh
 STAMP := $(VENV)/.ready-$(shell cat $(SETUP_INPUTS) | cksum | cut -d' ' -f1)
-# At most 4: the tiny model's products are small. Threads that spin while they wait for each other make a busy machine
-# many times slower, so they sleep.
-THREADS := $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 4 ] && echo 4 || echo $$n)
-ENV     := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # `make test` runs WORKERS processes side by side (tests/conftest.py says which tests stay together), so each computes
 # with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
@@ -53,8 +49,9 @@ checkpoint: $(STAMP)
 checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/cpu/random_checkpoint.py sglang_dsv4/cpu/random_tokenizer.py
 	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint checkpoints/tiny --preset tiny
 
+# exec: no shell stands between make and the server, so that SIGTERM to make ends it. The quick start sets OpenMP's threads.
 serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
-	@$(ENV) $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
+	@exec $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
 	$(TEST_ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,10 +49,11 @@ def installation() -> list[str]:
         f"compiled kernels: {_kernel_folder()}",
         "implementation of each op in bf16, of those available:",
     ]
-    for op in registry.ops():
-        taken = registry.chosen(op, device, torch.bfloat16)
-        graph = "" if taken.graph_safe else ", not in a CUDA graph"
-        lines.append(f"  {op:18} {taken.name:6} of {', '.join(registry.available(op))}{graph}")
+    taken = {op: registry.chosen(op, device, torch.bfloat16) for op in registry.ops()}
+    op_width, name_width = max(map(len, taken)), max(len(chosen.name) for chosen in taken.values())
+    for op, chosen in taken.items():
+        graph = "" if chosen.graph_safe else ", not in a CUDA graph"
+        lines.append(f"  {op:{op_width}} {chosen.name:{name_width}} of {', '.join(registry.available(op))}{graph}")
     return lines
 
 
@@ -167,16 +169,33 @@ def server(url: str) -> list[str]:
     return lines + sorted(line for line in text.splitlines() if line.startswith(("sglang_dsv4:", "sglang:kv_cache")))
 
 
+def at_least(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A converter for argparse: the number that an argument names, if it is finite and not below `least`."""
+
+    def convert(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind(least) - 1
+        if not least <= number < math.inf:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {what} of at least {least:g}, got {text!r}")
+        return number
+
+    return convert
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; returns 1 if the checkpoint or the server is missing, else 0."""
     parser = argparse.ArgumentParser(prog="python -m sglang_dsv4.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", type=Path, help="a checkpoint's folder")
-    parser.add_argument("--tokens", type=int, default=65_536, help="tokens of the pool (--max-total-tokens)")
-    parser.add_argument("--requests", type=int, default=32, help="running requests (--max-running-requests)")
+    tokens, count, size = at_least(FULL_PAGE_TOKENS, int), at_least(1, int), at_least(0, float)
+    parser.add_argument("--tokens", type=tokens, default=65_536, help="tokens of the pool (--max-total-tokens)")
+    parser.add_argument("--requests", type=count, default=32, help="running requests (--max-running-requests)")
     parser.add_argument("--rows", choices=("fp8", "plain"), default="fp8" if torch.cuda.is_available() else "plain")
-    parser.add_argument("--hicache-ratio", type=float, default=2.0, help="tokens in host memory per token of the pool")
+    parser.add_argument("--hicache-ratio", type=size, default=2.0, help="tokens in host memory per token of the pool")
     parser.add_argument(
-        "--hicache-size", type=float, default=0, help="GB of host memory for prefixes, instead of the ratio"
+        "--hicache-size", type=size, default=0, help="GB of host memory for prefixes, instead of the ratio"
     )
     parser.add_argument("--url", help="a running server")
     chosen = parser.parse_args(arguments)

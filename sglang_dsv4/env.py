@@ -31,6 +31,12 @@ SWITCHES = (
         "the reasoning efforts that the checkpoint was trained with",
     ),
     Switch(
+        "SGLANG_DSV4_TOOL_CALLS",
+        ("repair", "refuse"),
+        "repair",
+        "tool calls that deviate from the format and have one reading: repaired, or left as text",
+    ),
+    Switch(
         "SGLANG_DSV4_QAT",
         ("off", "kv", "full"),
         "full for a quantised checkpoint, else off",
@@ -124,6 +130,20 @@ FOREIGN = (
         "the cores, shared out among the ranks",
         "set on a CPU unless the user did: the cores of each rank",
         form="`0,1|2,3`",
+    ),
+    Switch(
+        "OMP_NUM_THREADS",
+        (),
+        "the cores, at most 4",
+        "set by `make serve` unless the user did: the threads of a rank",
+        form="a number",
+    ),
+    Switch(
+        "OMP_WAIT_POLICY",
+        (),
+        "passive",
+        "set by `make serve` unless the user did: threads sleep while they wait",
+        form="passive or active",
     ),
     Switch(
         "TORCHDYNAMO_DISABLE",

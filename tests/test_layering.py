@@ -20,6 +20,7 @@ MAY_NOT_IMPORT = {
 # Our modules that run before SGLang can be imported, or at the start of every Python process. They may import each
 # other.
 STANDARD_LIBRARY_ONLY = {
+    "sglang_dsv4/cpu/noise.py",
     "sglang_dsv4/cpu/shims.py",
     "sglang_dsv4/cpu/quickstart.py",
     "sglang_dsv4/env.py",

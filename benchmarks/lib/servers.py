@@ -284,3 +284,42 @@ def end_session(session: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(session, number)
             time.sleep(2.0)
+
+
+def start_all(about: Mapping, folder: Path, port: int) -> int:
+    """Start all servers that SERVERS.json names at once and list the ones that are ready; return how many failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, common, begin, processes = Path(about["model"]), about.get("flags", []), time.monotonic(), {}
+    for i, (name, server) in enumerate(about["servers"].items()):
+        contender, flags = server["contender"], [*common, *server.get("flags", [])]
+        env, log, url = (
+            environment_of(contender, server.get("env")),
+            folder / f"{name}.log",
+            f"http://127.0.0.1:{port + i}",
+        )
+        where = Path(server.get("model", model))
+        process = start(contender, where, flags, port + i, log, env)
+        processes[name] = process, {
+            "identity": identity(contender, where, flags, env), "url": url, "log": str(log), "pid": process.pid
+        }  # fmt: skip
+    listed, failed = listed_servers(folder), 0
+    for name, (process, found) in processes.items():
+        try:
+            contender = found["identity"]["contender"]
+            found["ready_s"] = wait(contender, process, found["url"], Path(found["log"]), begin)
+            print(f"{name}: ready after {found['ready_s']:.0f} s", flush=True)
+        except RuntimeError as error:
+            failed += 1
+            print(f"{name}: {error}", flush=True)
+            end_session(process.pid)
+            continue
+        listed[name] = found
+        (folder / LIST).write_text(json.dumps(listed, indent=1))
+    return failed
+
+
+def stop_all(folder: Path) -> None:
+    """End the servers of FOLDER with all their processes."""
+    for found in listed_servers(folder).values():
+        end_session(found["pid"])
+    (folder / LIST).write_text("{}")

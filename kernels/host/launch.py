@@ -10,6 +10,9 @@ import torch
 from dsv4_kernels.host.compile_cache import load_or_compile
 from dsv4_kernels.host.launch_arguments import example
 
+MOST_CTAS_IN_Y = 65_535
+"""CTAs of a grid in its second and third dimension at most (CUDA programming guide, technical specifications)."""
+
 
 def load_launcher(name: str, config: Hashable, arch: str, launch: Callable[..., None], *arguments: object) -> Callable:
     """The compiled `launch` (`@cute.jit`), from memory, from disk or from the compiler.

@@ -25,15 +25,15 @@ MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
 spread the work over more clusters; with many, large groups read fn, 1.5 MB a cluster, from L2 less often."""
 
 
-def chosen(num_tokens: int, dim: int, rows: int, post: bool, norm: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
+def chosen(num_tokens: int, dim: int, rows: int, post: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
     """The plan for a number of tokens. A token's bits do not depend on it.
 
     With more tokens than one group for each cluster that the GPU runs at once, clusters are persistent and keep fn in
     shared memory, if it fits: fn is then read from L2 once a cluster, not once a group.
     """
     tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
-    form = (dim, rows, post, norm, bf16_weight)
-    if tokens is None and norm and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
+    form = (dim, rows, post, bf16_weight)
+    if tokens is None and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
         return Plan(TOKENS[-1], *form, teams=TEAMS, fp8=fp8)
     return Plan(tokens or TOKENS[-1], *form, fp8=fp8)
 
@@ -75,7 +75,7 @@ def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> li
     }
     sizes = (*(most for most in MOST_TOKENS.values() if most >= fewest), max(MOST_TOKENS.values()) + 1)
     made = (
-        chosen(size, dim, rows, post, True, bf16_weight, fp8 and follows)
+        chosen(size, dim, rows, post, bf16_weight, fp8 and follows)
         for rows, post, follows in forms.values()
         for size in sizes
     )
@@ -97,7 +97,7 @@ def run(
     streams: Tensor,
     written_back: tuple[Tensor, Tensor, Tensor] | None,
     parameters: tuple[Tensor, Tensor, Tensor],
-    norm_weight: Tensor | None,
+    norm_weight: Tensor,
     norm_eps: float = 0.0,
     hc_eps: float = 0.0,
     iterations: int = 1,
@@ -114,14 +114,14 @@ def run(
         streams: [T, 4, d] bf16.
         written_back: y, post and comb of the sublayer that ends; None if none ends.
         parameters: fn, base and scale.
-        norm_weight: [d] fp32 or bf16, or None for no norm.
+        norm_weight: [d] fp32 or bf16.
         norm_eps, hc_eps, iterations: as in the functions.
         tokens: of a token group; None chooses both `tokens` and `teams`.
         teams: of a CTA.
         fp8: whether the normed mixture is also made as e4m3.
 
     Returns:
-        streams, the mixture or its norm, post, comb; None for results that this form does not make. With `fp8` also
+        streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
             codes and scales.
 
     Raises:
@@ -130,8 +130,7 @@ def run(
     num_tokens, n, dim = streams.shape
     if n != STREAMS:
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
-    bf16_weight = norm_weight is not None and norm_weight.dtype == torch.bfloat16
-    form = (dim, rows, written_back is not None, norm_weight is not None, bf16_weight)
+    form = (dim, rows, written_back is not None, norm_weight.dtype == torch.bfloat16)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
     plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)

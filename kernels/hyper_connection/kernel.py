@@ -263,9 +263,7 @@ class HyperConnection(Products):
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
         self.add_up(shared, team, x, lane, warp)
         gate_base, gate_scale = self.gate_parameters(args, thread)  # these loads overlap the exchange of sums
-        weight = None
-        if const_expr(plan.norm):
-            weight = self.weight(args, channel)
+        weight = self.weight(args, channel)
         self.sync(team)
         if const_expr(plan.teams == 1):
             cute.arch.cluster_wait()  # all CTAs of the cluster have started and set up their mbarriers
@@ -283,26 +281,22 @@ class HyperConnection(Products):
         words = self.mix(ptx.load_shared_f32x4(self.pre(shared, team) + in_group * (STREAMS * 4)), x)
         out = args.out + (Int64(token) * plan.dim + channel) * 2
         exists = args.num_tokens - token
-        if const_expr(not plan.norm):
-            for run in cutlass.range_constexpr(plan.runs):
-                store_words_if(exists, out + run * plan.run_step * 2, words[run])
-        else:
-            self.add_up_squares(shared, team, words, lane, warp)
-            self.sync(team)
-            if const_expr(plan.teams > 1 and plan.rows == PRE_ROWS):
-                # A thread that has these squares from all CTAs sends the next group's sums.
-                cute.arch.mbarrier_wait(shared.taken.data_ptr() + team, phase)
-            squares_there = address_of(shared.squares_there, team, 8)
-            source = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
-            target = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4)
-            self.send(source, target, squares_there, thread, rank, plan.square_slots // 4)
-            ptx.wait_cluster(squares_there, phase)
-            if const_expr(plan.teams > 1):
-                if thread == 0:
-                    self.expect_squares(shared, team)
-            x = self.write_normalised(args, shared, team, in_group, words, weight, out, exists)
-            if const_expr(plan.fp8):
-                self.write_codes(args, x, token, channel, lane, exists)
+        self.add_up_squares(shared, team, words, lane, warp)
+        self.sync(team)
+        if const_expr(plan.teams > 1 and plan.rows == PRE_ROWS):
+            # A thread that has these squares from all CTAs sends the next group's sums.
+            cute.arch.mbarrier_wait(shared.taken.data_ptr() + team, phase)
+        squares_there = address_of(shared.squares_there, team, 8)
+        source = address_of(shared.squares, team, plan.warps * plan.square_slots * 4)
+        target = address_of(shared.received_squares, team, CLUSTER * plan.square_slots * 4)
+        self.send(source, target, squares_there, thread, rank, plan.square_slots // 4)
+        ptx.wait_cluster(squares_there, phase)
+        if const_expr(plan.teams > 1):
+            if thread == 0:
+                self.expect_squares(shared, team)
+        x = self.write_normalised(args, shared, team, in_group, words, weight, out, exists)
+        if const_expr(plan.fp8):
+            self.write_codes(args, x, token, channel, lane, exists)
 
     def sync(self, team: Int32 | int) -> None:
         """Synchronises the warps of a team that have channels."""

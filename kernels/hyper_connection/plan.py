@@ -41,8 +41,6 @@ class Plan:
     """Rows of fn: PRE_ROWS or HEAD_ROWS."""
     post: bool
     """Whether a sublayer's output is written back first."""
-    norm: bool
-    """Whether the mixture is normalised."""
     bf16_weight: bool = False
     """Whether the norm's weight is bf16; otherwise it is fp32."""
     teams: int = 1
@@ -59,14 +57,14 @@ class Plan:
                 "Choose the reference (impl='ref') for other widths"
             )
         assert self.tokens in TOKENS and self.rows in (HEAD_ROWS, PRE_ROWS), self
-        assert not self.fp8 or (self.norm and self.rows == PRE_ROWS), self
+        assert not self.fp8 or self.rows == PRE_ROWS, self
         assert self.teams == 1 or self.fits, self
 
     @property
     def fits(self) -> bool:
         """Whether the registers suffice for the teams, and the shared memory for all of fn."""
         registers = self.cta_threads * 168 <= REGISTERS
-        return registers and self.tokens == CLUSTER and self.norm and self.stages == STREAMS
+        return registers and self.tokens == CLUSTER and self.stages == STREAMS
 
     @property
     def slice(self) -> int:

@@ -17,7 +17,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture
-from dsv4_kernels.host.launch import current_stream
+from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
@@ -34,8 +34,8 @@ def scratch_bytes(tokens: int, max_entries: int) -> int:
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
-    """Number of tokens whose scores are in the buffer together."""
-    return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries)))
+    """Number of tokens whose scores are in the buffer together, and whose CTAs are in one grid."""
+    return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries), MOST_CTAS_IN_Y))
 
 
 def score_kernels(arch: str) -> tuple[ModuleType, ...]:

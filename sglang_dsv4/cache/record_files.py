@@ -8,7 +8,8 @@ leaves as if it were complete, and neither names nor files tell which weights th
 
 A file gets its name when it is complete and on the disk, so a file with a name is complete, whichever process was
 killed. The header repeats identity and key and has a checksum of the record: a file that was truncated, damaged, or
-copied from another folder is a miss, counted by its reason, and deleted, so that it is written again.
+copied from another folder is a miss, counted by its reason, and deleted, so that it is written again. So is anything
+else that stands in a record's place, a directory for one. A file that the disk can't read is written over.
 
 Faults of the disk cost time, never an answer: a failed write is counted and logged, and writing pauses for a while.
 `disk_limit` can limit the disk space.
@@ -22,6 +23,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import struct
 import threading
 import time
@@ -53,10 +55,10 @@ LEFT_OVER_S = 600
 class Fault(Enum):
     """Why a record could not be read or written."""
 
-    MISSING = "missing"  # deleted since its key was looked up
+    MISSING = "missing"  # deleted since its key was looked up, or before its tail or the next page
     TRUNCATED = "truncated"
-    CORRUPT = "corrupt"  # wrong checksum, or no header
-    FOREIGN = "foreign"  # has another identity, key or size
+    CORRUPT = "corrupt"  # wrong checksum, no header, or bytes after the record
+    FOREIGN = "foreign"  # has another identity, key or size, or is no file
     UNREADABLE = "unreadable"  # the file system raised an error
     UNWRITTEN = "unwritten"
 
@@ -89,6 +91,7 @@ class RecordFiles(HiCacheStorage):
         self.bytes_read = self.bytes_written = 0
         self._names = itertools.count()
         self._lock = threading.Lock()
+        self._unreadable: set[str] = set()  # keys whose files raised an error, until they are written anew
         self._resting_until = 0.0
         self._was_full = False
         self._open()
@@ -101,8 +104,23 @@ class RecordFiles(HiCacheStorage):
     # -- SGLang's interface -------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
-        """Whether a file of that key exists; `get` may still find it damaged."""
-        return self._path(key).exists()
+        """Whether a file of that key exists, and raised no error when it was last read; `get` may find it damaged."""
+        return self._path(key).is_file() and key not in self._unreadable
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ANN401
+        """Number of the first keys, pages of one prefix, whose files exist.
+
+        A page without a file was deleted, and is counted, if its own tail or the next page has a file: a prefix is
+        written from its first page on, and `disk_limit` deletes it from its last.
+        """
+        found = next((index for index, key in enumerate(keys) if not self.exists(key)), len(keys))
+        if found < len(keys):
+            later = (f"{Path(keys[found]).stem}.tail", *keys[found + 1 : found + 2])
+            if any(map(self.exists, later)):
+                with self._lock:
+                    self.faults[Fault.MISSING] += 1
+                logger.info("prefix storage: %s is missing: its tokens are computed again", self._path(keys[found]))
+        return found
 
     def get(self, key: str, target_location: Tensor | None = None, target_sizes: Any = None) -> Tensor | None:  # noqa: ANN401
         """Read a record.
@@ -120,7 +138,8 @@ class RecordFiles(HiCacheStorage):
             fault = Fault.MISSING
         except OSError as error:
             fault = Fault.UNREADABLE
-            logger.warning("prefix storage: %s can't be read: %s", self._path(key), error)
+            self._unreadable.add(key)
+            logger.warning("prefix storage: %s can't be read, and is computed again: %s", self._path(key), error)
         if fault is None:
             with self._lock:
                 self.bytes_read += target_location.numel()
@@ -130,7 +149,7 @@ class RecordFiles(HiCacheStorage):
         if fault in (Fault.TRUNCATED, Fault.CORRUPT, Fault.FOREIGN):
             logger.warning("prefix storage: %s is %s: deleted, and computed again", self._path(key), fault.value)
             with contextlib.suppress(OSError):
-                self._path(key).unlink()
+                _delete(self._path(key))
                 if self._limit is not None:
                     self._limit.removed(self._path(key))
         return None
@@ -175,6 +194,7 @@ class RecordFiles(HiCacheStorage):
             return False
         with self._lock:
             self.bytes_written += value.numel()
+            self._unreadable.discard(key)
         return True
 
     def batch_get(
@@ -224,7 +244,10 @@ class RecordFiles(HiCacheStorage):
         return HEADER.pack(MAGIC, record.nbytes, self._digest, blake2b(key.encode(), digest_size=32).digest(), checksum)
 
     def _read(self, key: str, target: memoryview) -> Fault | None:
-        with self._path(key).open("rb", buffering=0) as file:
+        path = self._path(key)
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+            return Fault.FOREIGN
+        with path.open("rb", buffering=0) as file:
             if self._limit is not None:
                 lock_to_read(file.fileno())
             header = file.read(HEADER.size)
@@ -237,8 +260,9 @@ class RecordFiles(HiCacheStorage):
                 return Fault.FOREIGN
             if nbytes != target.nbytes:
                 return Fault.FOREIGN
-            if os.fstat(file.fileno()).st_size != HEADER.size + nbytes:
-                return Fault.TRUNCATED
+            surplus = os.fstat(file.fileno()).st_size - HEADER.size - nbytes
+            if surplus:
+                return Fault.TRUNCATED if surplus < 0 else Fault.CORRUPT
             done = 0
             while done < nbytes:
                 count = file.readinto(target[done:])
@@ -249,6 +273,7 @@ class RecordFiles(HiCacheStorage):
 
     def _write(self, key: str, record: memoryview) -> None:
         path = self._path(key)
+        self._clear(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{key}.{os.getpid()}.{next(self._names)}.tmp")
         try:
@@ -263,6 +288,17 @@ class RecordFiles(HiCacheStorage):
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise
+
+    def _clear(self, path: Path) -> None:
+        """Delete what stands in a record's place and is no file, or in its folders' places and is no folder."""
+        in_the_way = [place for place in (self.folder, path.parent) if os.path.lexists(place) and not place.is_dir()]
+        if path.is_dir() or path.is_symlink():
+            in_the_way.append(path)
+        for place in in_the_way:
+            logger.warning("prefix storage: %s stands in the place of records: deleted", place)
+            with self._lock:
+                self.faults[Fault.FOREIGN] += 1
+            _delete(place)
 
     def _open(self) -> None:
         """Create the folder, delete the unfinished files of crashes, and log the other identities."""
@@ -293,6 +329,14 @@ class RecordFiles(HiCacheStorage):
                 except (OSError, ValueError, TypeError):
                     found[note.parent.name] = ["identity.json, which can't be read"]
         return found
+
+
+def _delete(place: Path) -> None:
+    """Delete a file, a link, a pipe, or a directory with everything in it."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
 
 
 def identity_digest(identity: Mapping[str, str]) -> bytes:

@@ -3,7 +3,8 @@
     python -m sglang_dsv4.cpu.quickstart --model-path DIR [--port 30000] [further sglang.launch_server flags]
 
 It runs ``python -m sglang.launch_server`` unchanged; SGLang finds this package by its entry points. Standard library
-only, so that a missing dependency is reported by SGLang and not here.
+only, so that a missing dependency is reported by SGLang and not here. Ctrl-C and SIGTERM end the server; a second one
+ends it without waiting for its requests.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import shlex
 import signal
 import socket
@@ -21,11 +23,26 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from sglang_dsv4 import env
+
 HOST = "127.0.0.1"
 DEFAULT_CHECKPOINT = Path("checkpoints/tiny")  # as in the Makefile; written by sglang_dsv4.cpu.random_checkpoint
 START_TIMEOUT_S = 600  # for a machine under load; an idle one needs less than a minute
 # SGLang's names of DeepSeek-V4's formats. Without them thoughts and tool calls stay in the text of an answer.
 PARSERS = {"--reasoning-parser": "deepseek-v4", "--tool-call-parser": "deepseekv4"}
+
+
+MOST_THREADS = 4
+"""Threads of a rank: the products of the default checkpoint are too small for more."""
+
+
+def use_few_threads_that_sleep() -> None:
+    """Set the number of OpenMP's threads, and that they sleep while they wait, unless the user set them.
+
+    Threads that spin while they wait for each other make a busy machine many times slower.
+    """
+    env.set_default("OMP_NUM_THREADS", str(min(MOST_THREADS, len(os.sched_getaffinity(0)))))
+    env.set_default("OMP_WAIT_POLICY", "passive")
 
 
 def why_port_is_unusable(port: int) -> str | None:
@@ -78,7 +95,7 @@ def parser_flags(server_flags: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Run the server until it ends or Ctrl-C; returns its exit status, 1 if it could not start."""
+    """Run the server until it ends, Ctrl-C or SIGTERM; returns its exit status, 1 if it could not start."""
     parser = argparse.ArgumentParser(description="Serve a DeepSeek-V4 checkpoint on loopback.")
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--port", type=int, default=30000)
@@ -105,8 +122,9 @@ def main() -> int:
     ]
     print("+", shlex.join(command), flush=True)
     begin = time.monotonic()
+    use_few_threads_that_sleep()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     server = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     try:
         while not is_ready(arguments.port):
             status = server.poll()
@@ -125,9 +143,18 @@ def main() -> int:
         )
         return server.wait()
     except KeyboardInterrupt:
-        server.terminate()
+        return stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> int:
+    """Ask the server to end, and wait for it; returns 0, the exit status of a server that was asked to end."""
+    server.terminate()
+    try:
         server.wait()
-        return 0
+    except KeyboardInterrupt:  # asked a second time
+        server.kill()
+        server.wait()
+    return 0
 
 
 if __name__ == "__main__":

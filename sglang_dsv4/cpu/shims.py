@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from sglang_dsv4 import env
+from sglang_dsv4.cpu import noise
 
 PTH_NAME = "sglang_dsv4_cpu.pth"
 # One line, since `site` executes only lines that start with `import`. find_spec: the package may be uninstalled first.
@@ -160,6 +161,7 @@ def install_triton_stand_in() -> None:
     spec = importlib.util.spec_from_file_location("sglang_dsv4._triton_stand_in", source)
     if spec is None or spec.loader is None or not source.exists():
         raise ImportError(f"sglang_dsv4 needs {source} as a stand-in for triton; SGLang 0.5.23 has it. See shims.py.")
+    noise.silence()
     stubs = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)

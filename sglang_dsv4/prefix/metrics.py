@@ -30,8 +30,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from sglang_dsv4.seam.live import live_parts
+
 if TYPE_CHECKING:
     from prometheus_client import Counter
+    from sglang.srt.managers.scheduler import Scheduler
 
     from dsv4_radix_cache.ledger import Ledger
     from sglang_dsv4.prefix.host_tier import HostTier
@@ -144,3 +147,16 @@ class PrefixMetrics:
         if total > before:
             counter.labels(**self._labels, **labels).inc(total - before)
             self._counted[key] = total
+
+
+def publish_after_flush(flushed: bool, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Publish the use of the empty pools; runs after ``Scheduler.flush_cache``.
+
+    SGLang publishes with the next batch, and until then the gauges look like a leak.
+    """
+    reporter = scheduler.metrics_reporter
+    if flushed and live_parts() is not None and reporter.current_scheduler_metrics_enabled:
+        scheduler.pool_stats_observer.get_pool_stats().update_scheduler_stats(reporter.stats)
+        reporter.stats.gen_throughput = 0
+        reporter.metrics_collector.log_stats(reporter.stats)
+        scheduler.tree_cache.refresh_metrics()

@@ -1,35 +1,30 @@
-"""Requests that SGLang 0.5.23 answers with a crash, a 500, or not at all: they get a 400 with the reason.
+"""Requests that SGLang 0.5.23 answers with a crash, a 500, not at all, or as if a field were not there: they get a 400.
 
-`checks` has token ids and the numbers of sampling; this module has all other requests. A row of the table can go when
-SGLang checks the request itself.
+`fields` compares every field with its type and with the number of prompts, `checks` has token ids and the numbers of
+sampling, `administration` the calls that act later, `failures` what happens to a request that fails all the same. This
+module has all other requests. A row of the table can go when SGLang checks the request itself.
 
 ===============================  ============================================  =========================================
 request                          what SGLang does                              where
 ===============================  ============================================  =========================================
-a control request that fails     the scheduler ends: profiler, recorder of     Scheduler.process_input_requests
-                                 experts, weights of another model
-a request for tokens that fails  the scheduler ends                            Scheduler.handle_generate_request
-before it is queued
-`positional_embed_overrides`     the scheduler ends: JSON can't hold their     Scheduler.process_input_requests
-in JSON                          objects
 weights that do not fit          half of them are loaded, and its rollback     ModelRunner's WeightUpdater
                                  reads the same files again
-`stop_profile` without a start   500                                           TokenizerControlMixin._execute_profile
-`num_steps` below 1              profiles without end                          ProfilerManager._init_profile
-names that do not exist (a       500: a ValueError that no route expects       http_server
-parser, a section of a report)
 invalid token ids for            500: the tokenizer has no such id             OpenAIServingDetokenize
 `/detokenize`
-fewer or more `sampling_params`  500: index out of range                       GenerateReqInput._normalize_*
-than prompts
 `n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*
 empty `input_embeds`             500: its first row is read                    GenerateReqInput._determine_batch_size
 `input_embeds` that are ragged,  the scheduler ends: no tensor can be made of  ScheduleBatch.prepare_for_extend,
 of another width, or overflow    them, or no product, or the result is NaN     ForwardBatch
-images, audio, video             ignored: the model takes text only            TokenizerManager._tokenize_one_request
+images, audio, video             ignored: the model takes text only; 500 for   TokenizerManager._tokenize_one_request,
+                                 a batch with an empty list of them            GenerateReqInput.__getitem__
+`custom_labels` that the         the process that answers clients ends         TokenizerManager.collect_metrics
+metrics do not have
+a `rid` of SGLang's own          a busy scheduler drops it                     Scheduler.process_input_requests
 an invalid `stop_regex`          500                                           SamplingParams.normalize
 a grammar and `min_new_tokens`   500: every token is forbidden                 BatchedMinNewTokensPenalizer
 a grammar that no text fulfils   500 after its first token                     XGrammarGrammarBackend._from_context
+a long grammar                   it is compiled for half a minute              XGrammarGrammarBackend
+`best_of`, `suffix`              ignored                                       OpenAIServingCompletion
 ===============================  ============================================  =========================================
 """
 
@@ -37,17 +32,16 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.seam.hooks import DISPATCHER
-from sglang_dsv4.seam.install import set_attribute
-from sglang_dsv4.seam.live import live_parts
+from sglang_dsv4.requests import fields
+from sglang_dsv4.seam.live import live_parts, serves_deepseek_v4
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
-    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -56,13 +50,18 @@ logger = logging.getLogger(__name__)
 
 _hidden_size = 0  # hidden size of the DeepSeek-V4 model that this process serves; 0 for none
 
-FAILED = "sglang_dsv4: failed: "
-"""Prefix of the `rid` in the answer to a control request whose handler raised; the reason follows it."""
 INT32_MAX = 2**31 - 1
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = {"json_schema": 2**18, "regex": 2**15, "ebnf": 2**15, "structural_tag": 2**18}
+"""The grammars of a request, and the most characters of each: the time of a compilation grows with their square."""
 MOST_ANSWERS = 1024
 """Most answers to one prompt: far more than are decoded at once, few enough to be held in memory."""
-MEDIA = {"image_data": "images", "audio_data": "audio", "video_data": "video"}
+MEDIA = {
+    **{"image_data": "images", "audio_data": "audio", "video_data": "video", "modalities": "images"},
+    **{"mm_hashes": "images", "mm_content_hashes": "images"},
+}
+HEALTH_CHECK = "HEALTH_CHECK"
+OF_HEALTH_CHECK = re.compile(f"{HEALTH_CHECK}_[0-9a-f]{{32}}")
+"""The ids of SGLang's own requests. A busy scheduler drops them without an answer."""
 LARGEST_EMBEDDING = 1e16
 """Largest absolute value of an embedding, so that the sum of squares of four streams of 7,168 channels is finite in
 fp32."""
@@ -71,57 +70,69 @@ fp32."""
 # ------------------------------------------------------------------------------ the process that answers clients
 
 
-def check_generate_request(request: GenerateReqInput, *args: object, **kwargs: object) -> None:
-    """Check a generate request, before ``GenerateReqInput.normalize_batch_and_arguments``.
+def check_request(request: GenerateReqInput | EmbeddingReqInput, *args: object, **kwargs: object) -> None:
+    """Check a request before SGLang's ``normalize_batch_and_arguments``.
 
     Raises:
         ValueError: it can't be served; SGLang answers 400.
     """
+    if not serves_deepseek_v4():
+        return
+    fields.leave_out_null_counts(request)
     for field, name in MEDIA.items():
-        if _has_any(getattr(request, field)):
+        if _has_any(getattr(request, field, None)):
             raise ValueError(f"{field} was given: DeepSeek-V4 takes text only, no {name}. Leave it out.")
+    # SGLang reads entry `i` of an empty list of media, too.
+    vars(request).update({field: None for field in MEDIA if hasattr(request, field)})
     if request.input_embeds is not None and not len(request.input_embeds):
         raise ValueError("input_embeds is empty: expected [tokens][hidden size], at least one token.")
-    overrides = request.positional_embed_overrides
-    if overrides is not None and any(type(item).__name__ != "PositionalEmbeds" for item in _flat([overrides]) if item):
-        raise ValueError("positional_embed_overrides cannot be given in JSON. Leave it out.")
+    fields.check(request)
     params = request.sampling_params
     for one in params if isinstance(params, list) else [params or {}]:
         count = one.get("n")
-        if count is not None and (type(count) is not int or not 1 <= count <= MOST_ANSWERS):
+        if count is not None and not 1 <= count <= MOST_ANSWERS:
             raise ValueError(f"n must be a whole number from 1 to {MOST_ANSWERS}, got {count!r}.")
-    if isinstance(params, list):
-        prompts = next(p for p in (request.text, request.input_ids, request.input_embeds, [""]) if p is not None)
-        if isinstance(prompts, str) or not len(prompts) or _is_single(prompts):
-            raise ValueError("sampling_params is a list, and there is one prompt: expected a single object.")
-        if len(params) != len(prompts):
-            raise ValueError(f"sampling_params has {len(params)} entries for {len(prompts)} prompts: one for each.")
+    for rid in request.rid if isinstance(request.rid, list) else [request.rid]:
+        if rid is not None and rid.startswith(HEALTH_CHECK) and not OF_HEALTH_CHECK.fullmatch(rid):
+            raise ValueError(f"rid {rid!r} begins with {HEALTH_CHECK}, as those of the server's own requests do.")
+    if labels := getattr(request, "custom_labels", None):
+        _check_labels(labels)
 
 
 def _has_any(media: object) -> bool:
     return any(map(_has_any, media)) if isinstance(media, list) else media is not None
 
 
-def _is_single(prompts: list) -> bool:
-    """Whether token ids or embeddings belong to one prompt and not to a list of prompts."""
-    first = prompts[0]
-    if isinstance(first, str):
-        return False
-    return not isinstance(first, list) or (len(first) > 0 and isinstance(first[0], float))
+def _check_labels(labels: dict[str, str]) -> None:
+    from sglang.srt.runtime_context import get_observability
+
+    allowed = get_observability().tokenizer_metrics_allowed_custom_labels or ()
+    unknown = sorted(set(labels) - set(allowed))
+    if get_observability().enable_metrics and unknown:
+        raise ValueError(
+            f"custom_labels has {', '.join(map(repr, unknown))}; this server's metrics have "
+            f"{', '.join(allowed) or 'no custom labels'} (--tokenizer-metrics-allowed-custom-labels)."
+        )
 
 
 def check_text_parameters(params: SamplingParams, *args: object, **kwargs: object) -> None:
     """Check regular expressions and grammars, before ``SamplingParams.normalize``.
 
     Raises:
-        ValueError: an invalid `stop_regex`, or a grammar that `min_new_tokens` contradicts.
+        ValueError: an invalid `stop_regex`, or a grammar that is too long or that `min_new_tokens` contradicts.
     """
+    if not serves_deepseek_v4():
+        return
     patterns = params.stop_regex or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"stop_regex {pattern!r} is not a regular expression: {error}.") from error
+    for name, longest in GRAMMARS.items():
+        length = len(getattr(params, name) or "")
+        if length > longest:
+            raise ValueError(f"{name} has {length:,} characters: at most {longest:,} are compiled. Shorten it.")
     grammar = next((name for name in GRAMMARS if getattr(params, name)), None)
     if grammar is not None and isinstance(params.min_new_tokens, int) and params.min_new_tokens > 0:
         raise ValueError(
@@ -129,43 +140,22 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
         )
 
 
-async def raise_failures(
-    original: Callable[[Any, Any], Awaitable[list]], communicator: object, request: object
-) -> list:
-    """The scheduler's answers to a control request; a request that failed in the scheduler gets a 400.
+def check_completion(error: str | None, serving: Any, request: CompletionRequest) -> str | None:
+    """The reason for a 400 to ``/v1/completions``; None keeps `error`, SGLang's own.
 
-    Runs around ``FanOutCommunicator.__call__``.
-
-    Raises:
-        HTTPException: 400, with the reason.
+    SGLang accepts these fields and answers as if they had not been given. Runs after
+    ``OpenAIServingCompletion._validate_request``.
     """
-    from fastapi import HTTPException
-
-    steps = getattr(request, "num_steps", None)
-    if steps is not None and steps < 1:
-        raise HTTPException(400, f"num_steps must be at least 1, got {steps}.")
-    answers = await original(communicator, request)
-    for answer in answers:
-        reason = getattr(answer, "rid", None)
-        if isinstance(reason, str) and reason.startswith(FAILED):
-            raise HTTPException(400, reason.removeprefix(FAILED))
-        if type(answer).__name__ == "ProfileReqOutput" and not answer.success:
-            raise HTTPException(400, answer.message)
-    return answers
-
-
-def answer_value_errors(result: None, *args: object, **kwargs: object) -> None:
-    """Answer 400 to a ValueError that no route catches; runs after ``TokenizerManager.__init__``."""
-    server = sys.modules.get("sglang.srt.entrypoints.http_server")
-    if server is not None:  # an Engine without HTTP has none
-        server.app.add_exception_handler(ValueError, _bad_request)
-
-
-async def _bad_request(request: object, error: Exception) -> object:
-    from fastapi.responses import JSONResponse
-
-    logger.warning("%s is answered with 400: %s", request.url.path, error, exc_info=error)
-    return JSONResponse({"error": {"message": str(error)}}, 400)
+    if error is not None or not serves_deepseek_v4():
+        return None
+    if request.best_of is not None and request.best_of != request.n:
+        return (
+            f"best_of is {request.best_of} and n is {request.n}: this server returns every answer that it draws, so "
+            "both must be equal. Leave best_of out."
+        )
+    if request.suffix and serving.template_manager.completion_template_name is None:
+        return "suffix was given: this server has no template for text between a prompt and a suffix. Leave it out."
+    return None
 
 
 async def check_tokens_to_decode(
@@ -186,73 +176,11 @@ def _flat(ids: object) -> Iterator[object]:
 # ------------------------------------------------------------------------------ the scheduler
 
 
-class GuardedRequests:
-    """A scheduler's dispatcher that answers a request with the reason if its handler raises."""
-
-    def __init__(self, dispatcher: Callable[[Any], Any], answer: Callable[[Any, Any], None]) -> None:
-        """Guard a dispatcher.
-
-        Args:
-            dispatcher: SGLang's; request -> its answer, or None.
-            answer: sends an answer to the client of a request.
-        """
-        self._dispatcher, self._answer = dispatcher, answer
-
-    def __call__(self, request: Any) -> Any:
-        """The answer of SGLang's dispatcher, or an answer with the error."""
-        if type(request).__name__.startswith("BatchTokenized"):  # SGLang's handler does the same
-            for one in request:
-                self._send(self(one), one)
-            return None
-        try:
-            return self._dispatcher(request)
-        except Exception as error:
-            logger.exception("%s failed; the server goes on", type(request).__name__)
-            return failure_of(request, error)
-
-    def _send(self, answer: Any, request: Any) -> None:
-        if answer is not None:
-            self._answer(answer, request)
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of SGLang's dispatcher, to which SGLang adds handlers."""
-        return getattr(self._dispatcher, name)
-
-
-def start(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """After ``Scheduler.__init__``: note the width of embeddings, and guard the dispatcher."""
+def note_hidden_size(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler.__init__``: note the width of embeddings."""
     global _hidden_size
     if live_parts() is not None:
         _hidden_size = scheduler.model_config.hidden_size
-        set_attribute(scheduler, DISPATCHER)
-
-
-def guard(dispatcher: Callable[[Any], Any], scheduler: Scheduler) -> GuardedRequests:
-    """The value of ``Scheduler._request_dispatcher``: SGLang's dispatcher, guarded."""
-    return GuardedRequests(dispatcher, scheduler.send_control_output)
-
-
-def failure_of(request: object, error: Exception) -> object | None:
-    """An answer of the type that the request expects, with only the error in it; None if it expects no answer."""
-    import msgspec
-    from sglang.srt.managers import io_struct
-
-    name = type(request).__name__
-    if name.startswith("Tokenized"):
-        reason = {"type": "abort", "status_code": 400, "message": f"{type(error).__name__}: {error}"}
-        return io_struct.AbortReq(rid=request.rid, finished_reason=reason)
-    answer_type = getattr(io_struct, re.sub(r"(Req)(Input)?$", r"\1Output", name), None)
-    if answer_type is None or answer_type is type(request):
-        return None
-    reason = f"{type(error).__name__}: {error}"
-    values: dict[str, object] = {"rid": FAILED + reason}
-    for field in msgspec.structs.fields(answer_type):
-        kind = getattr(field.type, "__origin__", field.type)
-        if "message" in field.name:
-            values[field.name] = reason
-        elif field.required:
-            values[field.name] = kind() if kind in (bool, int, float, str, list, dict) else None
-    return answer_type(**values)
 
 
 def keep_weights(

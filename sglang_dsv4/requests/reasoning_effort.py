@@ -28,6 +28,8 @@ from sglang_dsv4 import env
 
 logger = logging.getLogger(__name__)
 
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""The efforts of a request; SGLang's `none` turns thinking off, and its `ultra` is of other models."""
 VARIABLE = "SGLANG_DSV4_EFFORT_TIERS"
 SGLANG_DEFAULT_VARIABLE = "SGLANG_DSV4_REASONING_EFFORT"  # SGLang's variable: the effort of requests that name none
 ENCODER_FILE = "encoding/encoding_dsv4.py"
@@ -100,9 +102,14 @@ def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any]
         recipe: SGLang's renderer, for this encoding or another model's.
         body: the request; it lacks `reasoning_effort` if neither the client nor the server names one.
         options: of SGLang's method.
+
+    Raises:
+        ValueError: an effort that the model does not have, also in a prompt without thinking; SGLang answers 400.
     """
     if recipe.model == "DeepSeek-V4-Pro":  # SGLang's name for every model of this encoding
         effort = body.get("reasoning_effort", "low")
+        if effort not in EFFORTS:
+            raise ValueError(f"reasoning_effort must be one of none, {', '.join(EFFORTS)}, got {effort!r}.")
         if _tiers is Tiers.APRIL:
             effort = "high" if effort == "max" else "low" if effort in ("medium", "high", "xhigh") else effort
         body = {**body, "reasoning_effort": effort}

@@ -84,19 +84,9 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 
 
 def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: ServerArgs, or SGLang's view of it
-    """Find out which reasoning efforts the checkpoint was trained with.
-
-    Raises:
-        ValueError: processes that load no plugin would render its prompts with other efforts.
-    """
+    """Find out which reasoning efforts the checkpoint was trained with."""
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
-    tiers = reasoning_effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
-    if tiers is reasoning_effort.Tiers.APRIL and arguments.tokenizer_worker_num > 1:
-        raise ValueError(
-            f"sglang-dsv4 does not support --tokenizer-worker-num {arguments.tokenizer_worker_num} with an April "
-            "checkpoint: SGLang loads no plugin in those workers, and they would render the later releases' reasoning "
-            "efforts. Leave the flag out."
-        )
+    reasoning_effort.use_tiers_of(arguments.model_path, arguments.revision, has_dspark)
 
 
 def cores_of_ranks(ranks: int, cores: list[int]) -> str:

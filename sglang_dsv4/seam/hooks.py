@@ -17,9 +17,11 @@ NAME = "dsv4"
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
 DISPATCHER = "_request_dispatcher"
+PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
 LOG_SOFTMAX = "enable_deterministic"
+GENERATE_ROUTE = "serve_generate_request"
 
 
 class Kind(Enum):
@@ -82,11 +84,16 @@ class Hook(NamedTuple):
 _CHOICES = "sglang.srt.arg_groups.choices"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 _RUNNER = "sglang.srt.model_executor"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_PROFILER = "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager"
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
 _OPS = "sglang.kernels.ops.speculative"
 _REQUESTS = "sglang_dsv4.requests"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
+_RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
 
@@ -96,6 +103,7 @@ _DRAFT_BACKENDS = "draft attention backends come from the registry of attention 
 _VALIDATES = "SGLang validates the value and answers 400"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
+_CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
 
@@ -147,13 +155,16 @@ HOOKS = (
          f"{_REQUESTS}.checks:check_sampling_parameters",
          "numbers that would overflow a batch's tensors get a 400", _VALIDATES),
     Hook("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
-         f"{_REQUESTS}.guards:check_generate_request",
-         "malformed prompts, embeddings, `n` and media get a 400", _VALIDATES),
+         f"{_REQUESTS}.guards:check_request",
+         "fields of another type or of another number of prompts, embeddings, `n` and media get a 400", _VALIDATES),
+    Hook("sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
+         f"{_REQUESTS}.guards:check_request",
+         "as for the row above, on the routes for embeddings", _VALIDATES),
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.normalize", Kind.BEFORE, Process.EVERY,
          f"{_REQUESTS}.guards:check_text_parameters",
          "an invalid `stop_regex`, or a grammar together with `min_new_tokens`, gets a 400", _VALIDATES),
     Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", Kind.AROUND, Process.EVERY,
-         f"{_REQUESTS}.guards:raise_failures",
+         f"{_REQUESTS}.failures:raise_failures",
          "a control request that failed in the scheduler gets a 400",
          "SGLang's scheduler answers failed control requests with an error"),
     Hook("sglang.srt.arg_groups.speculative_hook._handle_dspark", Kind.AROUND, Process.EVERY,
@@ -173,12 +184,41 @@ HOOKS = (
          "sglang_dsv4.warmup.cuda_graphs:resolve_cuda_graphs",
          "no CUDA graphs of prefills, nor of decode steps while an op can't be captured", _STAYS),
     # ---- the process that answers clients
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
-         f"{_REQUESTS}.guards:answer_value_errors",
-         "a ValueError that no route catches is a 400, not a 500", "SGLang's HTTP server answers 400"),
+    Hook(f"{_TOKENIZER}.__init__", Kind.AFTER, Process.LAUNCHER, f"{_REQUESTS}.failures:note_model_and_answer_errors",
+         "a ValueError that no route catches, and a body that SGLang's validators can't read, are a 400, not a 500",
+         "SGLang's HTTP server answers 400"),
+    Hook(f"{_TOKENIZER}._handle_abort_req", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.failures:finish_aborted",
+         "an abort by our guard is answered with the reason alone; SGLang reads fields of the request",
+         "SGLang's scheduler survives a handler that raises"),
+    Hook(f"{_TOKENIZER}._handle_batch_output", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.failures:finish_outputs",
+         "an output that can't be handled ends its requests, not the server", "SGLang's output loop survives an error"),
+    Hook(f"{_TOKENIZER}._handle_abort_finish_reason", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.failures:raise_in_streams",
+         "a refused request in a stream is an error without the token that SGLang computes for it",
+         "SGLang's scheduler refuses a request without a forward"),
+    Hook(f"{_TOKENIZER}.configure_logging", Kind.BEFORE, Process.LAUNCHER, f"{_REQUESTS}.administration:check_logging",
+         "levels, formats and folders that do not exist get a 400 before the first is set", _VALIDATES),
+    Hook("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request", Kind.AFTER,
+         Process.LAUNCHER, f"{_REQUESTS}.guards:check_completion",
+         "fields of `/v1/completions` that SGLang ignores, `best_of` and `suffix`, get a 400",
+         "SGLang implements or refuses them"),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:start", "declares the metrics of tool calls", _CALLS),
+    Hook(f"{_RECIPE}._new_output_parser", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:in_chat", "tells the tools' schemas to the parser of a chat answer", _CALLS),
+    Hook(f"{_RECIPE}._new_responses_parser", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:in_responses",
+         "tells the tools' schemas to the parser of a response's answer", _CALLS),
+    Hook(f"{_RECIPE}.parse_function_call_text", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.tool_calls:in_text", "tells the tools' schemas to the parser of `/parse_function_call`", _CALLS),
+    Hook(f"{_RECIPE_OUTPUT}.__init__", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:make_parser",
+         "leaves tool calls to our reader: final, with arguments that are a JSON object, or text", _CALLS),
+    Hook(f"{_OPENAI}.protocol.ResponsesRequest.to_sampling_params", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.responses:keep_output_tokens", "an answer of the Responses API has all `max_output_tokens`",
+         "SGLang takes no tokens off"),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
@@ -205,8 +245,15 @@ HOOKS = (
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:start", "seeds the random numbers that all ranks share", _SEEDS),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.guards:start", "guards the scheduler's dispatcher (row below)",
+         f"{_REQUESTS}.failures:start", "guards the scheduler's dispatcher (row below)",
          "SGLang's scheduler survives a handler that raises"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.guards:note_hidden_size", "the width that embeddings must have", _VALIDATES),
+    Hook(f"{_PROFILER}._profile", Kind.AROUND, Process.SCHEDULER, f"{_REQUESTS}.administration:profile",
+         "a profile that can't be written, or would be started twice, gets a 400", _VALIDATES),
+    Hook(f"{_PROFILER}._profile_batch_predicate", Kind.AROUND, Process.SCHEDULER,
+         f"{_REQUESTS}.administration:profile_step",
+         "a profile that fails between two forwards is dropped", "SGLang's scheduler survives a profile that fails"),
     # ---- the scheduler: pools and batches
     Hook(f"{_CONFIGURATOR}.KVCacheConfigurator._build_dsv4_kv_pool", Kind.REPLACE, Process.SCHEDULER,
          "sglang_dsv4.prefix.pool_setup:build_kv_pool",
@@ -256,6 +303,9 @@ HOOKS = (
          "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
          "after an update without a flush no prefix is written to or read from a storage backend",
          "SGLang puts the weights' version into the storage key"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
+         "SGLang publishes its gauges after a flush"),
     # ---- the scheduler: sampling and penalties
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
@@ -309,9 +359,14 @@ HOOKS = (
     Hook(f"{_OPS}.eagle.fill_bonus_tokens_func", Kind.REPLACE, Process.SCHEDULER,
          f"{_CPU}.speculation:fill_bonus_tokens", "SGLang launches a Triton kernel", _CPU_OPS, only_cpu=True),
     # ---- attributes of SGLang's objects, set by the function in brackets
+    Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:read_calls",
+         "reads the calls, and keeps the text before half a letter (`requests.tool_calls.make_parser`)", _CALLS),
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
-         f"{_REQUESTS}.guards:guard", "a request whose handler raises is answered with the reason "
-         "(`requests.guards.start`)", "SGLang's scheduler survives a handler that raises"),
+         f"{_REQUESTS}.failures:guard", "a request whose handler raises is answered with the reason "
+         "(`requests.failures.start`)", "SGLang's scheduler survives a handler that raises"),
+    Hook(f"sglang.srt.entrypoints.http_server.{GENERATE_ROUTE}", Kind.ATTRIBUTE, Process.LAUNCHER,
+         f"{_REQUESTS}.failures:refuse_streams", "a stream of `/generate` that begins with an error is a 400 "
+         "(`requests.failures.note_model_and_answer_errors`)", "SGLang begins a stream after the request is accepted"),
     Hook(f"{_SAMPLER}.Sampler.{LOG_SOFTMAX}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
          "(`requests.sampling.start`)", _SEEDS),

@@ -1,6 +1,7 @@
 """The classes that serve a DeepSeek-V4 model in this scheduler process, once the start-up check has passed.
 
-Hooks ask :func:`live_parts` whether this process serves a DeepSeek-V4 model; for another model it stays None.
+Hooks of the scheduler ask :func:`live_parts` whether this process serves a DeepSeek-V4 model, hooks of every process
+:func:`serves_deepseek_v4`. For another model they do nothing.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang_dsv4.seam.compat import StartupError, explain, is_our_class
+from sglang_dsv4.seam.compat import StartupError, explain, is_our_class, is_ours
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 _pool_sizing: type = type(None)  # SGLang drops the pool configurator after use, so its class is noted when it is made
 _live: LiveParts | None = None
+_answers_clients = False  # whether this process answers the clients of a DeepSeek-V4 model
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,15 @@ def require_live(scheduler: Scheduler) -> LiveParts:
 def live_parts() -> LiveParts | None:
     """The parts that :func:`require_live` accepted in this process; None while it serves no DeepSeek-V4 model."""
     return _live
+
+
+def note_clients_model(architectures: list[str] | None) -> bool:
+    """Whether this process, which answers clients, serves a model of ours; kept for :func:`serves_deepseek_v4`."""
+    global _answers_clients
+    _answers_clients = is_ours(architectures)
+    return _answers_clients
+
+
+def serves_deepseek_v4() -> bool:
+    """Whether this process schedules a DeepSeek-V4 model, or answers its clients."""
+    return _answers_clients or _live is not None

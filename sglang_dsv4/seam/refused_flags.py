@@ -62,6 +62,7 @@ ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
 NOT_REPORTED = "the model does not report it; leave it out"
 NO_PREFILL_GRAPHS = "prefills run without CUDA graphs; leave it out"
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
+OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
 OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
 TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave it out"
 
@@ -151,6 +152,7 @@ REFUSALS = (
     Refusal("--weight-cache-mode", other_than("off"), OUR_LOADER),
     *flags("--enable-lora --lora-paths --enable-lora-overlap-loading", bool, "the model has no place for adapters"),
     # ---- requests and answers
+    Refusal("--tokenizer-worker-num", above(1), f"{OTHER_PROCESSES}; leave it out"),
     *flags("--smg-grpc-mode --grpc-mode", bool, OUR_CHECKS),
     *flags("--enable-return-aux-hidden-states --enable-return-routed-experts", bool, NOT_REPORTED),
     *flags("--enable-return-indexer-topk", bool, NOT_REPORTED),
@@ -195,6 +197,8 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
     Raises:
         ValueError: names the flag and why.
     """
+    from sglang.srt.environ import envs
+
     refuse(arguments)
     algorithm = arguments.speculative_algorithm
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
@@ -208,6 +212,8 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
             "DSpark's, and it has no MTP module. Leave the flag out."
         )
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
 
 
 def refuse(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it

@@ -52,6 +52,31 @@ def test_run_ptx_reads_and_writes_arrays(library: str) -> None:
     assert report.grid == (2, 1, 1)
 
 
+@pytest.mark.parametrize("ends", [(1, 0), (0, 1), (2, 1), (0, 5), (5, 0), (3, 2), (9, 9)], ids=str)
+@pytest.mark.parametrize("schedule", ["eager", "random"])
+def test_only_the_ends_of_a_grid_run(ends: tuple[int, int], schedule: str) -> None:
+    """Five CTAs with 20 elements each, of which the first ones, the last ones or all run."""
+    x, y = np.arange(100, dtype=np.float32), np.full(100, -1, np.float32)
+    run_ptx(SCALE, "scale", 5, 20, [x, y, 2.0, 100], ends=ends, schedule=schedule)
+    first, last = ends
+    ran = np.repeat([cta < first or cta >= 5 - last for cta in range(5)], 20)
+    np.testing.assert_array_equal(y, np.where(ran, 2 * x, -1))
+
+
+@pytest.mark.parametrize("ends", [(0, 0), (-1, 3)], ids=str)
+def test_ends_that_are_none(ends: tuple[int, int]) -> None:
+    x = np.zeros(8, np.float32)
+    with pytest.raises(ValueError, match="numbers of first and of last clusters"):
+        run_ptx(SCALE, "scale", 1, 8, [x, x.copy(), 1.0, 8], ends=ends)
+
+
+def test_a_grid_that_no_gpu_launches_is_refused() -> None:
+    x = np.zeros(8, np.float32)
+    for grid in ((1, 65_536, 1), (1, 1, 65_536), (2**31, 1, 1)):
+        with pytest.raises(ValueError, match=r"at most .* 65535, 65535"):
+            run_ptx(SCALE, "scale", grid, 8, [x, x.copy(), 1.0, 8], ends=(1, 0))
+
+
 def test_a_slice_is_the_bound_not_its_storage() -> None:
     """A kernel that gets half of a buffer may not read the other half."""
     buffer = torch.zeros(100)

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.requests import reasoning_effort as effort
-from sglang_dsv4.seam import default_arguments
 
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -131,14 +130,6 @@ def test_an_unknown_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(effort.VARIABLE, "june")
     with pytest.raises(ValueError, match="SGLANG_DSV4_EFFORT_TIERS must be 'april' or 'later', got 'june'"):
         effort.tiers_of(str(tmp_path), None, True)
-
-
-def test_workers_without_the_plugin_are_refused(tmp_path: Path) -> None:
-    arguments = SimpleNamespace(model_path=str(tmp_path), revision=None, tokenizer_worker_num=2)
-    later = SimpleNamespace(dspark_target_layer_ids=[2, 3, 4])
-    default_arguments.choose_effort_tiers(arguments, later)
-    with pytest.raises(ValueError, match="--tokenizer-worker-num 2 with an April checkpoint"):
-        default_arguments.choose_effort_tiers(arguments, SimpleNamespace())
 
 
 def test_another_models_encoding_is_left_alone() -> None:

@@ -15,6 +15,8 @@ from serving.in_process_engine import running_engine
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PAGES, SLOTS = 5, 3
 LONGEST = PAGES * 256 - 512  # SGLang's limits on a request, and its reserve (pool_configurator.reserve_admission_pages)
 

@@ -248,12 +248,10 @@ CHECKS: dict[str, Callable[[Server, Path], None]] = {
 
 @pytest.mark.slow
 def test_dspark_drafts_of_a_few_tokens(tmp_path: Path, known: References) -> None:
-    """The target of this checkpoint has the weights of the others' target. It counts as a later release, so that
-    several tokenizer workers may serve it."""
+    """The target of this checkpoint has the weights of the others' target."""
     shape, _, _ = speculation.ALGORITHMS["DSPARK"]
     write_checkpoint(tmp_path / "model", shape)
     flags = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "3")
-    flags += ("--tokenizer-worker-num", "2", "--enable-http-worker-reuseport")
     with running_server(tmp_path / "model", tmp_path / "log", *FLAGS, *flags, env=TAILS) as server:
         greedy = dataclasses.replace(SIZES, sampled=False)
         found = exact_trace.prove(server.url, greedy, dict(known))

@@ -81,6 +81,24 @@ def test_abort_in_mid_stream_frees_the_request(server: Server) -> None:
     assert server.is_alive()
 
 
+def gauge(server: Server, name: str) -> float:
+    """Return the sum of a gauge's samples."""
+    lines = requests.get(f"{server.url}/metrics", timeout=300).text.splitlines()
+    found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+    assert found, name
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def test_gauges_are_of_the_flushed_pool(server: Server) -> None:
+    """They kept their values until the next batch, which looked like a leak."""
+    server.generate(prompt(300, 600))
+    wait_until_idle(server)
+    assert gauge(server, "sglang:kv_evictable_tokens") >= 2 * PAGE
+    assert requests.post(f"{server.url}/flush_cache", timeout=300).status_code == 200
+    assert gauge(server, "sglang:kv_evictable_tokens") == 0
+    assert gauge(server, "sglang:kv_available_tokens") == POOL_TOKENS
+
+
 def test_flush_cache_between_requests(server: Server) -> None:
     reference = server.generate(prompt(10, 600))
     wait_until_idle(server)

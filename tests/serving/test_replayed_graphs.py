@@ -73,6 +73,7 @@ def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at
     assert_same(plain, drafted)
 
 
+@pytest.mark.slow
 def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: Speculating) -> None:
     """Its tail was stored a step after the page was full, and has the rows of the accepted tokens."""
     prompts = random_prompts(7, [240, 244])

@@ -74,6 +74,47 @@ CASES = {
 }
 
 
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 2, **fields}
+
+
+BOTH = [[5], [6]]
+LOGPROBS = {"return_logprob": True}
+FIELDS = {
+    "a-list-of-counts": (*generate(**LOGPROBS, top_logprobs_num=[1]), "top_logprobs_num is a list, and there is one"),
+    "a-list-of-starts": (*generate(**LOGPROBS, logprob_start_len=[0]), "logprob_start_len is a list, and there is one"),
+    "a-list-of-ids": (*generate(rid=["a"]), "rid is a list, and there is one prompt"),
+    "a-list-of-ids-in-chat": (*chat(rid=["a"]), "rid is a list, and there is one prompt"),
+    "a-list-of-keys-in-a-stream": (*chat(extra_key=["a"], stream=True), "extra_key is a list, and there is one"),
+    "a-count-of-one-of-two": (
+        *generate(input_ids=BOTH, **LOGPROBS, top_logprobs_num=[1]),
+        "has 1 entries for 2 prompts",
+    ),
+    "an-id-of-one-of-two": (*completion(prompt=["a", "b"], rid=["a"]), "rid has 1 entries for 2 prompts"),
+    "embeddings-for-no-position": (*generate(positional_embed_overrides=[]), "positional_embed_overrides is a list"),
+    "labels-of-no-metric": (*generate(custom_labels={"who": "me"}), "custom_labels has 'who'"),
+    "an-unknown-name-for-vertex": (
+        *("/vertex_generate", {"instances": [{"text": "a"}], "parameters": {"who": 1}}),
+        "unexpected keyword argument 'who'",
+    ),
+    "a-token-that-is-none": (*generate(input_ids=[5, -5], stream=True), "Token id -5 is not in the vocabulary"),
+    "a-token-that-is-none-in-chat": (*chat(input_ids=[5, -5], stream=True), "Token id -5 is not in the vocabulary"),
+    "a-token-that-is-none-in-a-text": (*completion(prompt=[5, -5], stream=True), "Token id -5 is not in the"),
+    "a-grammar-that-is-none": (*generate(sampling_params={"regex": "("}, stream=True), "Failed to compile regex"),
+    "a-format-by-name": (*chat(response_format="json_object"), "response_format can't be read, got 'json_object'"),
+    "the-best-of-two-for-three": (*completion(best_of=2, n=3), "best_of is 2 and n is 3"),
+    "the-best-of-none": (*completion(best_of=0), "best_of is 0"),
+    "an-effort-that-is-none": (
+        *chat(chat_template_kwargs={"reasoning_effort": "ultra"}),
+        "reasoning_effort must be one",
+    ),
+    "a-long-expression": (*sampled(regex="[a-z]x" * 50_000), "regex has 300,000 characters"),
+    "a-profile-nowhere": ("/start_profile", {"num_steps": 1, "output_dir": "/proc/nope"}, "no file can be made in"),
+    "years-of-sleep": ("/slow_down", {"forward_sleep_time": 1e9}, "forward_sleep_time must be at most 60 seconds"),
+    "a-log-level-that-is-none": ("/configure_logging", {"log_requests_level": 9}, "log_requests_level must be from 0"),
+}
+
+
 def known_answer(server: Server) -> tuple[list[int], list[float]]:
     result = server.generate(KNOWN, max_new_tokens=8)
     return result["output_ids"], output_logprobs(result)
@@ -86,6 +127,23 @@ def test_it_is_refused_with_a_reason(server: Server, path: str, body: dict[str, 
     assert response.status_code == 400, (response.status_code, response.text)
     assert reason in response.text
     assert known_answer(server) == before
+
+
+@pytest.fixture(scope="module")
+def same_answers(server: Server) -> Iterator[None]:
+    before = known_answer(server)
+    yield
+    assert known_answer(server) == before
+
+
+@pytest.mark.parametrize(("path", "body", "reason"), FIELDS.values(), ids=FIELDS)
+def test_a_field_is_refused_with_a_reason(
+    server: Server, same_answers: None, path: str, body: dict[str, Any], reason: str
+) -> None:
+    """Some of these ended the server: a list of counts, labels, overrides, and the forward after a profile."""
+    response = requests.post(server.url + path, json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 400, (response.status_code, response.text)
+    assert reason in response.json().get("error", response.json())["message"]
 
 
 def test_a_section_that_is_none_is_refused(server: Server) -> None:

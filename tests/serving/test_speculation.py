@@ -109,6 +109,7 @@ def test_prefixes_from_host_memory_and_files_answer_the_same_bits(server: Server
         assert accounts[0]["pages_from"] == {tier: 1024} and accounts[2]["pages_from"] == {tier: 256}, accounts
 
 
+@pytest.mark.slow
 def test_answers_end_inside_a_block(server: Server, speculating: Speculating) -> None:
     """An answer ends at a stop token, a stop string or the limit, at each position of a block."""
     prompts = random_prompts(4, [40] * 4)
@@ -177,6 +178,7 @@ def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: 
     assert drawn == [result["output_ids"] for result in plain]
 
 
+@pytest.mark.slow
 def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
     """The pool runs out at page boundaries; other requests are aborted, and waiting requests get their slots."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])

@@ -15,6 +15,7 @@ import pytest
 import requests
 from serving.server import Server, free_port, run_until_it_stops, running_server
 
+from sglang_dsv4.cpu import noise
 from sglang_dsv4.cpu import quickstart as quickstart_module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,12 @@ def test_one_log_line_says_what_the_start_took(server: Server) -> None:
     assert float(found["launcher"]) > 0 and float(found["imports and the rest"]) > 0
 
 
+def test_messages_about_other_machines_are_not_printed(server: Server) -> None:
+    """Some twenty lines, the same in each process, stood around the lines that matter."""
+    for message in (*noise.WARNINGS, *noise.LOGGED):
+        assert message.begin not in server.log, message.why
+
+
 def test_pool_plan_is_printed_with_its_total(server: Server) -> None:
     assert re.search(r"DeepSeek-V4 pools: 6,144 tokens in pages of 256, 16 requests", server.log)
 
@@ -78,6 +85,7 @@ def broken_environment(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_to_import_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """SGLang itself would warn and serve its own DeepSeek-V4."""
     env = broken_environment(tmp_path, BREAK_AN_IMPORT.format(name="sglang_dsv4.models.deepseek_v4"))

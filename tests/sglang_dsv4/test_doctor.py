@@ -98,3 +98,26 @@ def test_sizes_of_host_memory() -> None:
     assert fitting * 256 * 3_520 < psutil.virtual_memory().total
     with pytest.raises(ValueError, match="hold no page of 901120: raise --hicache-ratio or --hicache-size"):
         HostOptions(0.001).sizes(65_536, 3_520, 3_649_920)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        *((("--tokens"), said) for said in ("-5", "255", "many", "1e9")),
+        *(("--requests", said) for said in ("0", "-1")),
+        *(("--hicache-ratio", said) for said in ("-1", "nan", "inf")),
+        ("--hicache-size", "-0.5"),
+    ],
+)
+def test_sizes_that_can_not_be_are_refused(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed a plan for -5 tokens."""
+    with pytest.raises(SystemExit):
+        doctor.main([option, said])
+    assert f"argument {option}: expected " in capsys.readouterr().err
+
+
+def test_columns_are_as_wide_as_their_names(own_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = doctor.registry._table
+    monkeypatch.setitem(registered, "an_op_with_a_name_of_many_letters", dict(registered["rms_norm"]))
+    lines = [line for line in doctor.installation() if line.startswith("  ")]
+    assert len({line.index(" of ") for line in lines}) == 1

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch
 from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
-from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe.sm90 import rows, work_list
@@ -245,12 +245,19 @@ def experts_forward(
         [T, d] in `dtype`.
 
     Raises:
-        ValueError: rows cannot be read 16 bytes at a time, or there are more experts than the work list supports.
+        ValueError: rows cannot be read 16 bytes at a time, there are more experts than the work list supports, or more
+            tokens than a grid of the quantiser takes.
     """
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     if packed.num_experts > work_list.MAX_EXPERTS:
         raise ValueError(
             f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
+        )
+    groups = most_groups(experts.numel(), packed.num_experts)
+    if groups > MOST_CTAS_IN_Y:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm90: {len(x)} tokens of {experts.shape[1]} experts may need {groups} groups of "
+            f"{GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
         )
     if shared is not None:
         check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)

@@ -17,7 +17,7 @@ from cutlass import Int32
 
 from dsv4_kernels.host.addresses import address, row_bytes
 from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
-from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS, Problem
 from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
@@ -51,8 +51,8 @@ from dsv4_kernels.sparse_attention.sm90.plan import (
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
 
 ARCH = ARCHITECTURES["sm90"]
-MAX_TOKENS = 65535
-"""Tokens of a launch of few_heads/ at most: the limit of the grid's second dimension."""
+MAX_TOKENS = MOST_CTAS_IN_Y
+"""Tokens of a launch of few_heads/ at most."""
 
 
 def configurations() -> tuple[Configuration, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -20,6 +21,9 @@ from ptx_emulator.front_end.decoder import Decoder, Instruction
 from ptx_emulator.front_end.parser import Module, parse
 from ptx_emulator.report import Report, make_report, rates_of
 
+Dims = tuple[int, int, int]
+MOST_CTAS = (2**31 - 1, 65_535, 65_535)
+"""CTAs of a grid in each dimension (CUDA programming guide, technical specifications)."""
 SCHEDULES = {"eager": 0, "random": 1, "late": 2, "random_warps": 3}
 OFF, WARN, ERROR = 0, 1, 2
 _LEVELS = {"off": OFF, "warn": WARN, "error": ERROR, False: OFF, True: ERROR}
@@ -86,6 +90,9 @@ class Options:
     seed: int = 0
     checks: Checks = Checks()
     max_instructions: int = 20_000_000_000
+    ends: tuple[int, int] | None = None
+    """(first, last): of the clusters of a launch, only so many first and so many last ones run. A grid of millions of
+    CTAs then takes no longer than a small one. For kernels whose CTAs do not wait for each other."""
 
 
 class MemoryMap:
@@ -135,6 +142,8 @@ class _LaunchArguments(ctypes.Structure):
         ("level", ctypes.c_uint8 * 32),
         ("multiprocessors", ctypes.c_uint32),
         ("dependent", ctypes.c_uint32),
+        ("left_out_from", ctypes.c_uint64),
+        ("left_out_to", ctypes.c_uint64),
     ]
 
 
@@ -307,6 +316,7 @@ def launch(
     a.track_order = int(options.checks.order)
     a.multiprocessors = rates_of(k.target).sms
     a.dependent = int(dependent)
+    a.left_out_from, a.left_out_to = _left_out(grid, cluster, options.ends)
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 
@@ -330,12 +340,23 @@ def launch(
     )
 
 
+def _left_out(grid: Dims, cluster: Dims, ends: tuple[int, int] | None) -> tuple[int, int]:
+    """Clusters [from, to) of a launch that do not run (`Options.ends`)."""
+    clusters = math.prod(grid) // math.prod(cluster)
+    first, last = ends or (clusters, 0)
+    if first < 0 or last < 0 or not first + last:
+        raise ValueError(f"ends are {ends}; expected numbers of first and of last clusters, together at least 1")
+    return (first, clusters - last) if first + last < clusters else (clusters, clusters)
+
+
 def _check_shape(k: Kernel, grid: Iterable[int], block: tuple[int, ...], cluster: tuple[int, ...], smem: int) -> None:
     threads = block[0] * block[1] * block[2]
     if not 0 < threads <= 1024:
         raise ValueError(f"a block of {threads} threads: 1 to 1024 are possible")
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise ValueError(f"grid {grid} is not a multiple of cluster {cluster}")
+    if any(g > most for g, most in zip(grid, MOST_CTAS, strict=True)):
+        raise ValueError(f"grid {grid}: a launch has at most {MOST_CTAS} CTAs")
     if cluster[0] * cluster[1] * cluster[2] > 16:
         raise ValueError(f"cluster {cluster}: at most 16 CTAs")
     required = k.function.required_threads

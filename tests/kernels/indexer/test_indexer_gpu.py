@@ -13,7 +13,7 @@ import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
 from ops.early_launches import launched_early
-from ops.memory_layout import BEYOND_BYTES, sparse, strided
+from ops.memory_layout import BEYOND_BYTES, far_apart, last_of_many, sparse, strided
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
@@ -60,12 +60,20 @@ class Case:
         weights = torch.randn(len(tokens), heads + 3, generator=generator)[:, :heads]
         return Case(keys, table[:, :pages], request, visible, apart, weights)
 
-    def run(self, kernel: str, top_k: int, row_pages: Tensor | None = None, schedule: str = "late") -> tuple:
-        """Rows and score buffers of an implementation; "sm90, prefill" is sm90 with `prefill`."""
+    def run(
+        self,
+        kernel: str,
+        top_k: int,
+        row_pages: Tensor | None = None,
+        schedule: str = "late",
+        ends: tuple[int, int] | None = None,
+    ) -> tuple:
+        """Rows and score buffers of an implementation; "sm90, prefill" is sm90 with `prefill`. ends: CTAs that run."""
         from dsv4_kernels.indexer import gpu
 
         buffers, (name, _, prefill) = [], kernel.partition(", ")
-        with emulated_row_kernel(name, schedule, in_place=[self.keys.storage]):
+        in_place = [self.keys.storage, self.q, self.head_weights, self.page_table, self.request, self.visible]
+        with emulated_row_kernel(name, schedule, in_place=in_place, ends=ends):
             empty = torch.empty
 
             def remembered(*shape: int, **how: object) -> Tensor:
@@ -122,6 +130,18 @@ def inexact() -> Case:
     return replace(case, q=torch.randn(case.q.shape, generator=generator).to(BF16))
 
 
+def at_the_ends() -> Case:
+    """Keys of zeros, and with blocks near the smallest and the largest scale."""
+    case = Case.of((200,), [(0, 200), (0, 130)])
+    rows = case.keys.num_rows
+    apart = torch.tensor([2.0**-120, 2.0**-20, 2.0**100, 1.0]).repeat_interleave(32)
+    keys = torch.randn(rows, 128, generator=torch.Generator().manual_seed(9)) * apart
+    keys[::2] *= torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat_interleave(32)  # only small ones
+    keys[::5] = 0
+    case.keys.scatter(torch.arange(rows), keys)
+    return case
+
+
 def chosen(scores: Tensor, visible: int, top_k: int, pages: Tensor) -> Tensor:
     """The definition's choice by given scores: of equal scores the lower entry, in rising order."""
     entry = torch.arange(visible)
@@ -153,6 +173,18 @@ def test_fewer_heads(heads: int, name: str) -> None:
     exact, magnitude = case.exact_scores(0)
     assert ((scores[0, :130].double() - exact).abs() <= 80 * 2.0**-24 * magnitude).all()
     assert torch.equal(rows[0], chosen(scores[0], 130, 50, case.page_table[0]))
+
+
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_scales_at_the_ends(name: str) -> None:
+    case = at_the_ends()
+    rows, (scores,) = case.run(name, 50)
+    for token, count in enumerate(case.visible.tolist()):
+        exact, magnitude = case.exact_scores(token)
+        assert exact.abs().min() == 0 and exact.abs().max() > 2.0**90 and (exact.abs() < 2.0**-10).sum() > count // 3
+        bound = 80 * 2.0**-24 * magnitude + 64 * 64 * 2.0**-149  # sums of subnormal numbers
+        assert ((scores[token, :count].double() - exact).abs() <= bound).all()
+        assert torch.equal(rows[token], chosen(scores[token], count, 50, case.page_table[0]))
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -189,6 +221,34 @@ def test_keys_beyond_32_bits(name: str) -> None:
         if count > 64:
             assert torch.equal(its_scores[token, :count], scores[token, :count])
     assert torch.equal(far, torch.where(near < 0, near, near // PAGE * step * PAGE + near % PAGE))
+
+
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_tokens_and_pages_beyond_32_bits(name: str) -> None:
+    """Queries, head weights and rows of the page table that are 2**32 elements apart."""
+    near, (scores,) = MIXED.run(name, 64)
+    q, weights, table = far_apart(MIXED.q, 0), far_apart(MIXED.head_weights), far_apart(MIXED.page_table)
+    far, (its_scores,) = replace(MIXED, q=q, head_weights=weights, page_table=table).run(name, 64)
+    for token, count in enumerate(MIXED.visible.tolist()):
+        assert count <= 64 or torch.equal(its_scores[token, :count], scores[token, :count])
+    assert torch.equal(far, near)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_of_more_tokens_than_32_bits_count(name: str) -> None:
+    """The result has 2**33 bytes. Only the last tokens' CTAs run, and as all entries fit nothing is scored."""
+    few = Case.of((40,), [(0, 40), (0, 3), (0, 0)], heads=8)
+    count, top_k = 65_535, 1 << 15
+    many = replace(
+        few,
+        q=last_of_many(few.q, count),
+        head_weights=last_of_many(few.head_weights, count),
+        request=last_of_many(few.request, count),
+        visible=last_of_many(few.visible, count),
+    )
+    rows, buffers = many.run(name, top_k, ends=(0, 3))
+    expected, _ = few.run(name, top_k)
+    assert not buffers and rows.nbytes > 1 << 32 and torch.equal(rows[-3:], expected)
 
 
 def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +290,8 @@ def test_slices_of_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, (scores,) = MIXED.run("sm90", 64)
     assert torch.equal(rows, together) and scores.shape == (3, entries)
     assert gpu.tokens_at_a_time(8, 10**9) == 1
+    monkeypatch.undo()
+    assert gpu.tokens_at_a_time(1 << 20, 64) == 65_535  # CTAs of a grid in its second dimension
 
 
 def test_nothing_is_scored_where_all_entries_fit() -> None:
@@ -238,6 +300,15 @@ def test_nothing_is_scored_where_all_entries_fit() -> None:
     for token, count in enumerate(MIXED.visible.tolist()):
         pages = MIXED.page_table[int(MIXED.request[token])]
         assert torch.equal(rows[token], chosen(torch.zeros(count), count, 512, pages))
+
+
+def test_all_entries_are_more_than_a_round() -> None:
+    """More entries than a CTA has threads, all of which fit."""
+    case = Case.of((1300,), [(0, 1300), (0, 600), (0, 513)], heads=8)
+    rows, buffers = case.run("sm90", 1408)
+    assert not buffers
+    for token, count in enumerate(case.visible.tolist()):
+        assert torch.equal(rows[token], chosen(torch.zeros(count), count, 1408, case.page_table[0]))
 
 
 PLANTED = {
@@ -309,7 +380,8 @@ def test_queries(name: str, quantise: bool) -> None:
     """Equal except where an ulp of the rotation's fp32 gives another bf16, and with it another code."""
     from dsv4_kernels.indexer import query
 
-    wide = torch.randn(5, 9, 128, generator=torch.Generator().manual_seed(3)).to(BF16)
+    sizes = torch.tensor([1.0, 2.0**-126, 2.0**100, 3.0, 0.0])[:, None, None]  # of blocks at the floor of scales, too
+    wide = (torch.randn(5, 9, 128, generator=torch.Generator().manual_seed(3)) * sizes).to(BF16)
     q, positions = wide[:, 2:], torch.tensor([0, 1, 127, 70000, 2**20 - 1])
     frequencies = rope_frequencies(64, 160000.0, None)
     beside = torch.randn(5, 20, generator=torch.Generator().manual_seed(4))
@@ -321,10 +393,36 @@ def test_queries(name: str, quantise: bool) -> None:
     assert torch.equal(expected_weights.nan_to_num(9.0), (head_weights.to(BF16).float() * scale).nan_to_num(9.0))
     assert weights.is_contiguous() and torch.equal(weights.nan_to_num(9.0), expected_weights.nan_to_num(9.0))
     assert found.shape == expected.shape and (found == expected).float().mean() > 0.995
-    assert ((found.double() - expected.double()).norm() / expected.double().norm()) < 2e-2
+    for token in range(4):
+        assert ((found[token].double() - expected[token].double()).norm() / expected[token].double().norm()) < 2e-2
+    assert not found[4].any()
     with emulated_row_kernel(name):
         alone, of_it = getattr(query, name)(q[3:4], head_weights[3:4], positions[3:4], frequencies, scale, quantise)
     assert torch.equal(alone[0], found[3]) and torch.equal(of_it[0], weights[3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 136).to(BF16)[..., :128]}, "heads side by side"),
+        ({"q": torch.zeros(2, 4, 128)}, r"index_query: q must be torch\.bfloat16"),
+        ({"head_weights": torch.zeros(4, 2).T}, "heads side by side"),
+        ({"positions": torch.zeros(2, dtype=torch.int32)}, "int64 positions; got .* torch.int32"),
+        ({"frequencies": torch.ones(16)}, "64 rotated channels .* got .* 32"),
+    ],
+    ids=["gaps", "fp32", "columns", "int32", "frequencies"],
+)
+def test_queries_that_are_refused(change: dict[str, Tensor], message: str) -> None:
+    from dsv4_kernels.indexer import query
+
+    right = {
+        "q": torch.zeros(2, 4, 128).to(BF16),
+        "head_weights": torch.zeros(2, 4),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "frequencies": torch.ones(32),
+    }
+    with pytest.raises(ValueError, match=message):
+        query.sm90(*(right | change).values(), 0.25, True)
 
 
 @pytest.mark.parametrize("name", ALL_KERNELS)

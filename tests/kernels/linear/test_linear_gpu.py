@@ -150,6 +150,20 @@ def test_a_token_has_its_bits_in_any_batch(kernel: str, tile: str | None) -> Non
     assert same_bits(product(kernel, spoilt, weight, tile)[:18], whole)
 
 
+@EACH_TILE
+def test_products_at_the_ends(kernel: str, tile: str) -> None:
+    """Sums that are subnormal in fp32, near its largest number, and beyond it; products with zeros of both signs."""
+    x, weight = torch.ones(4, 1, 72), torch.ones(1, 4, 72)
+    x[0], x[1], x[2], x[3] = 2.0**-70, 2.0**60, 2.0**100, -0.0
+    weight[0, 0], weight[0, 1], weight[0, 2] = 2.0**-75, 2.0**61, 2.0**20
+    weight[0, 3] = torch.tensor([1.0, -1.0]).repeat(36)
+    got = product(kernel, x.bfloat16(), weight.bfloat16(), tile)[:, 0]
+    exact = x[:, 0].double() @ weight[0].double().T
+    expected = exact.float()  # every partial sum is exact, or infinite
+    assert expected[0, 0] == 72 * 2.0**-145 and expected[1, 1] == 72 * 2.0**121 and expected[2, 1].isinf()
+    assert torch.equal(got, expected) and not got[3].any() and not got[:, 3].any()
+
+
 def test_rows_beyond_32_bits(kernel: str) -> None:
     """Rows of tokens, of the weight and of the result at distances whose bytes and elements exceed 32 bits."""
     from dsv4_kernels.linear import gpu

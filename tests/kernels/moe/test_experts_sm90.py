@@ -9,7 +9,6 @@ element-by-element definition.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from ops.attention_launch import delete_synchronisation
 from ops.early_launches import launched_early
 from ops.experts_cases import LIMIT, Case, packed_experts
+from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from torch import Tensor
 
@@ -54,7 +54,14 @@ def shapes() -> dict[str, Any]:
 
 @functools.cache
 def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
-    return packed_experts(experts, d, channels).for_hopper()
+    """Shifts and factors with gaps between experts, as where they lie in the memory of the scales."""
+
+    def with_gaps(matrix: arrangement.HopperMatrix) -> arrangement.HopperMatrix:
+        shifts, factors = strided(matrix.shifts.flatten(1), 1, 48), strided(matrix.factors, 1, 20)
+        return matrix._replace(shifts=shifts.unflatten(1, matrix.shifts.shape[1:]), factors=factors)
+
+    packed = packed_experts(experts, d, channels).for_hopper()
+    return arrangement.HopperExperts(with_gaps(packed.w13), with_gaps(packed.w2))
 
 
 def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
@@ -64,7 +71,7 @@ def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tens
     from dsv4_kernels.moe.sm90 import launch
 
     x, weights, ids, _ = case.inputs()
-    packed = arranged(case.experts, case.d, case.channels)
+    x, packed = strided(x, 1, 24), arranged(case.experts, case.d, case.channels)
     launch.hardware_multiprocessors.cache_clear()
     try:
         with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
@@ -243,7 +250,7 @@ def test_the_shared_expert_is_added_as_a_layer_would() -> None:
 
     case = CASES["few"]
     x, weights, ids, packed = case.inputs()
-    shared = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    shared = strided(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).bfloat16(), 1, 40)
     plain, _ = launched(case)
     with emulated(arch="sm_90a", multiprocessors=4):
         arguments = (x, weights, ids, packed.for_hopper(), LIMIT, 0)
@@ -257,6 +264,21 @@ def test_the_shared_expert_is_added_as_a_layer_would() -> None:
     assert none.shape == (0, case.d) and none.dtype == torch.float32
 
 
+def test_ids_and_weights_of_other_dtypes_and_strides() -> None:
+    """Expert ids in int64 and routing weights in fp64, both with gaps: the same bits."""
+    from ptx_emulator import emulated
+
+    from dsv4_kernels.moe.sm90 import launch
+
+    case = CASES["few"]
+    x, weights, ids, _ = case.inputs()
+    packed = arranged(case.experts, case.d, case.channels)
+    with emulated(arch="sm_90a", multiprocessors=4):
+        expected = launch.experts_forward(x, weights, ids, packed, LIMIT)
+        found = launch.experts_forward(x, strided(weights.double(), 0, 3), strided(ids.long(), 1, 2), packed, LIMIT)
+    assert same_bits(found, expected)
+
+
 # ---- the work list
 
 
@@ -267,11 +289,28 @@ LISTS = {
     "one-pair": (1, 1, 4, 0, 4),
     "long-runs": (200, 2, 2, 0, 2),
     "many-experts": (40, 6, 200, 30, 300),
+    "more-than-a-round": (1700, 5, 4, 1, 6),
 }
+"""(tokens, experts of a token, experts of the rank, the first of them, experts of all ranks)."""
+LISTED_AS = [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)]
 
 
-@pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize(("shape", "least"), [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)])
+def test_a_list_has_more_pairs_than_a_round() -> None:
+    from dsv4_kernels.moe.sm90 import work_list
+
+    tokens, chosen, *_ = LISTS["more-than-a-round"]
+    assert tokens * chosen > work_list.THREADS * work_list.AT_ONCE
+    assert tokens * chosen % (work_list.THREADS * work_list.AT_ONCE)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "least"),
+    [
+        pytest.param(case, *listed_as, id=f"{name}-{'-'.join(map(str, listed_as))}")
+        for name, case in LISTS.items()
+        for listed_as in (LISTED_AS if name != "more-than-a-round" else LISTED_AS[1:2])
+    ],
+)
 def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str, least: int) -> None:
     from ptx_emulator import emulated
 
@@ -291,7 +330,7 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
     paired = sum(-(-n * GROUP // chosen_shape.slots) for n in groups)
     room = chosen_shape.slots if paired >= least else chosen_shape.room
     assert num_tiles == sum(-(-n * GROUP // room) for n in groups)
-    following, covered = 0, Counter()
+    following, covered = 0, 0
     for tile in range(num_tiles):
         expert, first, width, run_first, run_tiles = listed.tiles[tile, :5].tolist()
         assert first == following and 0 < width <= room // GROUP
@@ -299,18 +338,18 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
         assert run_first <= tile < run_first + run_tiles
         assert (listed.tiles[run_first : run_first + run_tiles, 0] == expert).all()
         following += width
-        for slot in range(first * GROUP, (first + width) * GROUP):
-            token = int(listed.source[slot])
-            if token >= 0:
-                choice = (ids[token] == expert + offset).nonzero()[0, 0]
-                assert listed.routing[slot] == weights[token, choice]
-                assert int(listed.slot_of_pair[token, choice]) == slot
-                covered[slot] += 1
-            else:
-                assert listed.routing[slot] == 0
+        slots = torch.arange(first * GROUP, (first + width) * GROUP)
+        assert (listed.routing[slots[listed.source[slots] < 0]] == 0).all()
+        slots = slots[listed.source[slots] >= 0]
+        tokens_of = listed.source[slots].long()
+        of_expert = ids[tokens_of] == expert + offset
+        assert (of_expert.sum(1) == 1).all()
+        assert torch.equal(listed.routing[slots], weights[tokens_of][of_expert])
+        assert torch.equal(listed.slot_of_pair[tokens_of][of_expert].long(), slots)
+        covered += len(slots)
     assert following == num_groups
     here = (ids >= offset) & (ids < offset + held)
-    assert len(covered) == int(here.sum()) and set(covered.values()) <= {1}
+    assert covered == int(here.sum())
     assert (listed.slot_of_pair[~here] < 0).all()
 
 

@@ -6,17 +6,16 @@ an expert's matrices, and the quantiser of h.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from ops.experts_cases import LIMIT, Case, emulated_on
+from ops.early_launches import launched_early
+from ops.experts_cases import LIMIT, Case, emulated_on, packed_nvfp4_experts
 from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
 from dsv4_kernels.moe import Nvfp4Experts, ref
-from dsv4_kernels.number_formats import dequantise_nvfp4_weight, encode_nvfp4, quantise_nvfp4_weight
+from dsv4_kernels.number_formats import dequantise_nvfp4_weight, encode_nvfp4
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -32,30 +31,9 @@ SLOW = {
 }
 
 
-@functools.cache
-def packed_experts(experts: int, d: int, channels: int) -> Nvfp4Experts:
-    generator = torch.Generator().manual_seed(d + channels)
-
-    def matrix(rows: int, columns: int, gain: float) -> list[Tensor]:
-        spread = torch.exp2(torch.randint(-3, 4, (experts, rows, columns // 16), generator=generator))
-        weights = torch.randn(experts, rows, columns, generator=generator) * spread.repeat_interleave(16, 2)
-        made = [quantise_nvfp4_weight(weight * (gain * (1 + i) / columns**0.5)) for i, weight in enumerate(weights)]
-        return [torch.stack([parts[i] for parts in made]) for i in range(3)]
-
-    w1, w1_scale, w1_global = matrix(channels, d, 1.0)
-    w3, w3_scale, w3_global = matrix(channels, d, 2.0)  # another global scale than w1's
-    w2, w2_scale, w2_global = matrix(d, channels, 1.0)
-    w13, w13_scale = torch.cat((w1, w3), 1), torch.cat((w1_scale.view(torch.uint8), w3_scale.view(torch.uint8)), 1)
-    w13_global = torch.stack((w1_global, w3_global), 1)
-    inputs = torch.tensor(5.0) / 2688, torch.tensor(90.0) / 2688
-    return Nvfp4Experts(
-        w13, w13_scale.view(torch.float8_e4m3fn), w13_global, inputs[0], w2, w2_scale, w2_global, inputs[1]
-    )
-
-
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Nvfp4Experts]:
     x, weights, ids, _ = case.inputs()
-    return x, weights, ids, packed_experts(case.experts, case.d, case.channels)
+    return x, weights, ids, packed_nvfp4_experts(case.experts, case.d, case.channels)
 
 
 def launched(case: Case, **options: object) -> Tensor:
@@ -129,6 +107,28 @@ def test_bits_depend_on_neither_schedule_nor_batch(schedule: str) -> None:
     assert same_bits(alone, expected[3:4])
 
 
+def test_it_may_begin_early() -> None:
+    with launched_early():
+        test_the_sum_is_the_definition_s("few")
+
+
+def test_h_of_zeros_and_of_large_numbers() -> None:
+    """A token of zeros gives zeros; gates and ups of thousands are clamped, so h is the definition's, with the largest
+    codes and scales."""
+    from dsv4_kernels.moe.sm100 import launch
+
+    case = CASES["few"]
+    x, weights, ids, packed = inputs(case)
+    large = (x.float() * 2.0**12).bfloat16()
+    listed = launch.work_list(weights, ids, case.experts, 0, 16)
+    with emulated_on(4):
+        out = launch.nvfp4_experts_forward(large, weights, ids, packed.tiled(), LIMIT, 0)
+        hidden, scales = launch.nvfp4_hidden_rows(large, packed.tiled(), listed, LIMIT, 16)
+    expected = ref.nvfp4_experts_forward(large, weights, ids, packed, LIMIT, 0)
+    assert out.isfinite().all() and (out - expected).norm() <= 2.0**-8 * expected.norm() and not out[0].any()
+    assert scales.view(torch.uint8).max() >= 0x78 and not hidden[listed.source == 0].bitwise_and(0x77).any()
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_kernels.moe.sm100 import launch
 
@@ -140,7 +140,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"nvfp4_experts_forward: x is \(5, 128\); expected \[T, 512\]"):
         moe.nvfp4_experts_forward(x[:, :128], weights, ids, packed, LIMIT)
     with pytest.raises(ValueError, match="multiples of 256"):
-        launch.nvfp4_experts_forward(x[:, :384], weights, ids, packed_experts(3, 384, 256).tiled(), LIMIT, 0)
+        launch.nvfp4_experts_forward(x[:, :384], weights, ids, packed_nvfp4_experts(3, 384, 256).tiled(), LIMIT, 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert registry.chosen("nvfp4_experts_forward", torch.device("cuda"), torch.bfloat16).name == "ref"

@@ -134,9 +134,10 @@ def assert_topk(weights: Tensor, experts: Tensor, logits: Tensor, bias: Tensor, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_experts", "top_k"), [(256, 6), (384, 6), (8, 3), (40, 8)], ids=str)
 def test_the_kernel_chooses_by_score(kernel: str, num_experts: int, top_k: int, schedule: str) -> None:
-    """Logits of all sizes in rows of a wider tensor; with 256 experts all sums are negative."""
+    """Logits of all sizes in rows of a wider tensor. Except with 384 experts all sums are negative: there an expert
+    behind the last one, with zeros for logit and bias, would be the best."""
     logits = (normal(11, num_experts + 5, seed=5) * torch.logspace(-3, 1, 11)[:, None])[:, 3:-2]
-    bias = normal(num_experts, seed=6) * 0.2 - (10.0 if num_experts == 256 else 0.0)
+    bias = normal(num_experts, seed=6) * 0.2 - (0.0 if num_experts == 384 else 10.0)
     weights, experts = call("router", kernel, "_topk", logits, bias, top_k, 1.5, schedule=schedule)
     assert_topk(weights, experts, logits, bias, 1.5)
     _, expected = router.route_topk_logits(logits, bias, top_k, 1.5)
@@ -189,6 +190,18 @@ def test_the_kernel_chooses_by_token_id(kernel: str, table_dtype: torch.dtype, i
     assert_weights(weights, experts, logits, 1.5)
     with pytest.raises(IndexError):
         router.route_hash_logits(logits, table, ids, 1.5)
+
+
+def test_hashed_tokens_have_their_bits_in_any_batch(kernel: str) -> None:
+    """Also among tokens whose logits are NaN or infinite, or whose id is outside the table."""
+    logits, ids = normal(9, 256, seed=24) * 3, torch.tensor([3, 49, 0, 7, 7, 12, 2**40, -5, 30])
+    table = torch.randint(0, 256, (50, 6), generator=torch.Generator().manual_seed(25))
+    logits[0], logits[2] = NAN, INF
+    whole = call("router", kernel, "_hash", logits, table, ids, 1.5)
+    assert whole[0][[1, 3, 4, 5, 6, 7, 8]].isfinite().all() and not same_bits(whole[0][3], whole[0][4])
+    for order in ([4], [8, 3, 5, 1, 7]):
+        again = call("router", kernel, "_hash", logits[order], table, ids[order], 1.5)
+        assert all(same_bits(few, many[order]) for few, many in zip(again, whole, strict=True))
 
 
 def test_what_the_router_refuses(kernel: str) -> None:
@@ -304,13 +317,20 @@ def test_the_kernel_quantises_to_the_same_bits(kernel: str, case: str) -> None:
 
 
 def test_the_quantiser_marks_what_is_not_finite(kernel: str) -> None:
-    x = normal(3, 256, seed=18).bfloat16()
+    """A NaN is a NaN among codes that are as without it. A block with an infinity has the reference's infinite scale, a
+    NaN for the infinity and zeros for the other channels."""
+    x = normal(4, 256, seed=18).bfloat16()
+    x[0, 3] = 0
     clean = call("quant", kernel, "", x, 128, False)
-    x[0, 3], x[1, 200] = NAN, -INF
+    x[0, 3], x[1, 200], x[3, 255] = NAN, -INF, INF
     codes, scales = call("quant", kernel, "", x, 128, False)
-    assert codes[0, 3].float().isnan() and codes[0].float().isnan().sum() == 1
-    assert codes[1, 200].float().isnan() or scales[1, 1].isinf()
-    assert same_bits(codes[2].view(torch.uint8), clean[0][2].view(torch.uint8)) and same_bits(scales[2], clean[1][2])
+    expected_codes, expected_scales = quant.fp8_quantise(x, 128)
+    marked = codes.float().isnan()
+    assert marked.nonzero().tolist() == [[0, 3], [1, 200], [3, 255]]
+    got, wanted, as_before = (c.view(torch.uint8).masked_fill(marked, 0) for c in (codes, expected_codes, clean[0]))
+    assert same_bits(got[[0, 2]], as_before[[0, 2]]) and same_bits(scales[[0, 2]], clean[1][[0, 2]])
+    assert same_bits(got[[1, 3]], wanted[[1, 3]]) and same_bits(scales[[1, 3]], expected_scales[[1, 3]])
+    assert scales[[1, 3], 1].isinf().all() and not (got[[1, 3], 128:] & 0x7F).any()
 
 
 def test_what_the_others_refuse(kernel: str) -> None:

@@ -39,9 +39,11 @@ CASES = {
     "verify": (5, [0, 1, 124, 127, 250, 509], [1, 2, 3, 4, 5, 6]),
     "verify_many": (130, [0, 126, 300], [2, 0, 1]),
     "verify_with_padding": (6, [0, 1, 0, 0], [6, 1, 0, 0]),
+    "many_pages": (2, [70_000, 66_000, 131_071], [2, 6, 1]),
     "blocks": (5, [1, 2, 127, 128, 129, 254, 0, 0], [3, 1, 5, 2, 4, 6, 0, 0]),
 }
-"""Tokens a request, first positions, request slots. "blocks" are a DSpark draft's, which has rings only."""
+"""Tokens a request, first positions, request slots. "blocks" are a DSpark draft's, which has rings only. A request of
+"many_pages" has more pages than a CTA has threads."""
 
 
 def inputs(name: str) -> tuple[Tensor, Tensor, Tensor, int, int, int, StepLayout]:

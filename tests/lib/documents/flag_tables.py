@@ -11,7 +11,7 @@ from documents.server_flags import Flag, Row
 from sglang_dsv4.seam import refused_flags
 
 MOST_VALUES = 4
-"""Of a flag with more values than these, the longest list is shown as "any other value"."""
+"""A longer list of values is shown as "any other value" if it is the longest of its flag."""
 
 
 def every_flag() -> str:

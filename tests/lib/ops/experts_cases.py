@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_kernels.moe import Mxfp4Experts
-from dsv4_kernels.number_formats import quantise_fp4_weight
+from dsv4_kernels.moe import Mxfp4Experts, Nvfp4Experts
+from dsv4_kernels.number_formats import quantise_fp4_weight, quantise_nvfp4_weight
 
 LIMIT = 10.0
 
@@ -62,6 +62,27 @@ def packed_experts(experts: int, d: int, channels: int) -> Mxfp4Experts:
         return torch.stack(codes), torch.stack(scales).view(torch.float8_e8m0fnu)
 
     return Mxfp4Experts(*matrix(2 * channels, d, 2.0), *matrix(d, channels, 1.0))
+
+
+@functools.cache
+def packed_nvfp4_experts(experts: int, d: int, channels: int) -> Nvfp4Experts:
+    generator = torch.Generator().manual_seed(d + channels)
+
+    def matrix(rows: int, columns: int, gain: float) -> list[Tensor]:
+        spread = torch.exp2(torch.randint(-3, 4, (experts, rows, columns // 16), generator=generator))
+        weights = torch.randn(experts, rows, columns, generator=generator) * spread.repeat_interleave(16, 2)
+        made = [quantise_nvfp4_weight(weight * (gain * (1 + i) / columns**0.5)) for i, weight in enumerate(weights)]
+        return [torch.stack([parts[i] for parts in made]) for i in range(3)]
+
+    w1, w1_scale, w1_global = matrix(channels, d, 1.0)
+    w3, w3_scale, w3_global = matrix(channels, d, 2.0)  # another global scale than w1's
+    w2, w2_scale, w2_global = matrix(d, channels, 1.0)
+    w13, w13_scale = torch.cat((w1, w3), 1), torch.cat((w1_scale.view(torch.uint8), w3_scale.view(torch.uint8)), 1)
+    w13_global = torch.stack((w1_global, w3_global), 1)
+    inputs = torch.tensor(5.0) / 2688, torch.tensor(90.0) / 2688
+    return Nvfp4Experts(
+        w13, w13_scale.view(torch.float8_e4m3fn), w13_global, inputs[0], w2, w2_scale, w2_global, inputs[1]
+    )
 
 
 @contextmanager

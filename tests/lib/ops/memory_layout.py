@@ -56,7 +56,7 @@ def sparse(
     if torch.device(device).type == "cpu":
         # 0x4000 is MAP_NORESERVE: untouched pages reserve no memory.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-        flat = torch.frombuffer(memory, dtype=dtype)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
     else:
         flat = torch.full((num_bytes // dtype.itemsize,), nothing_of(dtype), dtype=dtype, device=device)
     return flat.as_strided(shape, strides)
@@ -74,6 +74,13 @@ def far_apart(x: Tensor, row_gap: int = 8) -> Tensor:
     far = sparse(tuple(x.shape), tuple(strides), x.dtype, x.device)
     far.copy_(x)
     return far
+
+
+def last_of_many(rows: Tensor, count: int) -> Tensor:
+    """Return `count` rows side by side, zeros in `sparse` memory except for the last ones, which are `rows`."""
+    many = sparse((count, *rows.shape[1:]), rows.contiguous().stride(), rows.dtype)
+    many[-len(rows) :] = rows
+    return many
 
 
 def use_in_place(device: Device, *tensors: Tensor | None) -> None:

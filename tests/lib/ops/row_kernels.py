@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from ops.memory_layout import use_in_place
+from ops.memory_layout import sparse, use_in_place
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ptx_emulator import Device
 
 NAN = float("nan")
 KERNELS = ("sm90", "sm100")
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 SCHEDULES = ("late", "random")
+LARGE_RESULT_BYTES = 1 << 24
+"""Results of at least this size are neither filled nor copied."""
 _empty = torch.empty
 
 
@@ -24,20 +30,42 @@ def poisoned(*args: object, **kwargs: object) -> Tensor:
     return made
 
 
+def results_of(device: Device) -> Callable[..., Tensor]:
+    """Return `poisoned` for small results; a large one is zeros in `sparse` memory, which the device uses in place."""
+
+    def empty(*args: object, **kwargs: object) -> Tensor:
+        shape = _empty(*args, **{**kwargs, "device": "meta"})
+        if shape.nbytes < LARGE_RESULT_BYTES:
+            return poisoned(*args, **kwargs)
+        made = sparse(tuple(shape.shape), shape.stride(), shape.dtype)
+        device.memory.use_in_place(made)
+        return made
+
+    return empty
+
+
 @contextlib.contextmanager
 def emulated_row_kernel(
-    name: str, schedule: str = "late", seed: int = 0, in_place: Sequence[Tensor] = ()
+    name: str,
+    schedule: str = "late",
+    seed: int = 0,
+    in_place: Sequence[Tensor] = (),
+    ends: tuple[int, int] | None = None,
 ) -> Iterator[None]:
-    """Run the GPU implementation `name` in the emulator inside. Results are NaN before; warnings fail.
+    """Run the GPU implementation `name` in the emulator inside. Small results are NaN before; warnings fail.
 
-    in_place: tensors that are too large to be copied into the emulator (`memory_layout.sparse`).
+    Args:
+        name: "sm90" or "sm100".
+        schedule, seed, ends: options of the emulator (`ptx_emulator.Options`).
+        in_place: tensors that are too large to be copied into the emulator (`memory_layout.sparse`).
     """
     from ptx_emulator import Checks, emulated
 
-    torch.empty = poisoned
+    options = {"schedule": schedule, "seed": seed, "ends": ends}
     try:
-        with emulated(checks=Checks.strict(), arch=ARCH[name], schedule=schedule, seed=seed) as device:
+        with emulated(checks=Checks.strict(), arch=ARCH[name], **options) as device:
             use_in_place(device, *in_place)
+            torch.empty = results_of(device)
             yield
     finally:
         torch.empty = _empty

@@ -204,10 +204,11 @@ def captured(case: Case, kernel: str, stream: torch.cuda.Stream) -> tuple[torch.
 
 
 def two_graphs(kernel: str) -> list[tuple]:
-    """Return (graph, its outputs, its scratch memory, expected results, its stream), of calls that split keys."""
+    """Return (graph, its outputs, its scratch memory, expected results, its stream, its case), of calls that split
+    keys. A replay reads the case's tensors, which must not be freed before it."""
     made = []
     for case, expected, stream in prepared(["parts", "two_blocks_of_heads"], kernel):
-        made.append((*captured(case, kernel, stream), expected, stream))
+        made.append((*captured(case, kernel, stream), expected, stream, case))
     assert made[0][2].slots.data_ptr() != made[1][2].slots.data_ptr()
     return made
 
@@ -217,7 +218,7 @@ def two_graphs_one_after_the_other(kernel: str) -> None:
     graphs, before = two_graphs(kernel), None
     for _ in range(20):
         copies = []
-        for graph, result, _, expected, stream in graphs:
+        for graph, result, _, expected, stream, _ in graphs:
             with torch.cuda.stream(stream):
                 if before is not None:
                     stream.wait_event(before)
@@ -236,11 +237,11 @@ def two_graphs_at_once(kernel: str) -> None:
         print("graphs that divide keys share counters")
         sys.exit(NOT_PROMISED)
     for _ in range(40):
-        for graph, _, _, _, stream in graphs:
+        for graph, _, _, _, stream, _ in graphs:
             with torch.cuda.stream(stream):
                 graph.replay()
         torch.cuda.synchronize()
-        for _, result, _, expected, _ in graphs:
+        for _, result, _, expected, _, _ in graphs:
             expect([result], expected)
 
 

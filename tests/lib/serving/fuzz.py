@@ -1,22 +1,27 @@
-"""Seeded random requests over all public routes of a server, made from its own OpenAPI document, many of them invalid.
+"""Seeded requests over all public routes of a server, made from its own OpenAPI document, many of them invalid.
 
-A value follows its schema, or has another type, the limit of a type, or is empty; a field may be missing or unknown.
-Requests are bounded in the tokens of an answer and in prompts at once.
+`Fuzzer.request` draws a whole request: a value follows its schema, or has another type, the limit of a type, or is
+empty; a field may be missing or unknown. `Fuzzer.wrong_fields` takes a valid request and puts a value of each kind into
+each of its fields in turn, for one prompt and for a batch. Requests are bounded in the tokens of an answer and in
+prompts at once.
 """
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import requests
 
+from sglang_dsv4.requests import fields
+
 LEFT_OUT = {
     "/abort_request": "ends the requests with known answers, as intended",
     "/pause_generation": "stops the server until it is told to continue",
     "/continue_generation": "belongs to the route above",
-    "/slow_down": "slows every step down",
     "/release_memory_occupation": "frees the pools until the server is told to allocate them again",
     "/resume_memory_occupation": "belongs to the route above",
     "/update_weights_from_tensor": "pickles of a trainer, which may write any weights",
@@ -25,15 +30,54 @@ LEFT_OUT = {
     "/init_weights_send_group_for_remote_instance": "as the route above",
     "/send_weights_to_remote_instance": "as the route above",
     "/configure_logging": "writes requests to any folder",
-    "/start_profile": "a profile slows down all later requests; test_request_guards has it",
     "/update_weights_from_disk": "loads 20 MB for each try; test_request_guards has it",
-    "/set_internal_state": "changes the scheduler's limits, as intended",
     "/freeze_gc": "changes Python's garbage collector, as intended",
     "/flush_cache": "forgets the prefixes of the known answers; test_load has it",
     "/hicache/storage-backend/clear": "deletes stored prefixes of other tests",
 }
 """Routes whose purpose is to end, pause or change the server."""
 
+KINDS: dict[str, tuple[Any, ...]] = {
+    "null": (None,),
+    "boolean": (True, False),
+    "integer": (0, 1, -1, 7, 2**31, 2**63),
+    "fraction": (0.5, -1.5, 1e39),
+    "text": ("", "a", "none", "\u0000", "x" * 3000),
+    "empty-list": ([],),
+    "empty-object": ({},),
+    "list-of-one": ([1], ["a"], [True], [0.5], [None], [{}]),
+    "list-of-two": ([1, 2], ["a", "b"], [True, False], [None, None], [{}, {}]),
+    "nested-list": ([[1]], [[1], [2]], [["a"]], [[]]),
+    "object": ({"a": 1}, {"type": "a"}, {"a": [1]}),
+}
+"""Values of every type that a field may be given in JSON; most are wrong for it."""
+SHORT = {"max_new_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+VALID: dict[str, dict[str, dict[str, Any]]] = {
+    "/generate": {
+        "one": {"input_ids": [5, 6], "sampling_params": SHORT, "return_logprob": True},
+        "batch": {"input_ids": [[5, 6], [7]], "sampling_params": SHORT, "return_logprob": True},
+        "two-answers": {"text": "hello", "sampling_params": {**SHORT, "n": 2}},
+        "stream": {"input_ids": [5, 6], "sampling_params": SHORT, "stream": True},
+    },
+    "/v1/completions": {
+        "one": {"model": "tiny", "prompt": "hello", "max_tokens": 2},
+        "batch": {"model": "tiny", "prompt": [[5, 6], [7]], "max_tokens": 2, "logprobs": 1},
+    },
+    "/v1/chat/completions": {"one": CHAT, "stream": {**CHAT, "stream": True, "logprobs": True, "n": 2}},
+    "/v1/messages": {"one": CHAT},
+    "/v1/responses": {"one": {"model": "tiny", "input": "hello", "max_output_tokens": 16}},
+    "/api/chat": {"one": {**CHAT, "stream": False, "options": {"num_predict": 2}}},
+    "/api/generate": {"one": {"model": "tiny", "prompt": "hello", "stream": False, "options": {"num_predict": 2}}},
+    "/v1/score": {"one": {"model": "tiny", "query": "a", "items": ["b"], "label_token_ids": [5, 6]}},
+    "/encode": {"one": {"input_ids": [5, 6]}, "batch": {"text": ["a", "b"]}},
+    "/tokenize": {"one": {"model": "tiny", "prompt": "hello"}},
+    "/detokenize": {"one": {"model": "tiny", "tokens": [5, 6]}},
+}
+"""Valid bodies, from which one field at a time is changed; other routes get the fields that their schemas require."""
+
+SECOND_NAMES = ("/invocations", "/classify", "/v1/tokenize", "/v1/detokenize")
+"""Routes whose bodies and functions are those of another route."""
 INTEGERS = (0, 1, -1, 2, 7, 255, 2**15, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, 2**63, 10**30)
 NUMBERS = (0.0, 1.0, -1.0, 0.5, 1e-46, 1e38, 1e39, -1e39, 1e308)
 TEXTS = ("", "a", "tiny", "\u0000", "é" * 50, "x" * 3000, "{", "(", "none", "auto", "../../etc", "5", "[1]")
@@ -89,8 +133,55 @@ class Fuzzer:
             body = self._value(route.schema, DEPTH)
             if isinstance(body, dict):
                 self._make_sense(body)
-            options["json"] = _bounded(body)
+            options["json"] = self._limited(route.path, body)
         return route.method, path, options
+
+    def wrong_fields(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Return requests as `request` does: each field of each route with a value of each kind, in a drawn order."""
+        made = [
+            (route.method, route.path, {"json": self._limited(route.path, body)})
+            for route in self.routes
+            if route.schema is not None and route.method != "PUT" and route.path not in SECOND_NAMES
+            for body in self._changed(route, list(VALID.get(route.path, {"": self._required(route.schema)}).values()))
+        ]
+        self._random.shuffle(made)
+        return made
+
+    def _changed(self, route: Route, valid: list[dict[str, Any]]) -> Iterator[Any]:
+        """Yield one of several bodies with one changed field, for each field and each kind, or each body for a kind of
+        list; at last bodies that are no objects."""
+        pick = self._random
+        for kind, values in KINDS.items():
+            for name in self._resolved(route.schema).get("properties", {}):
+                for body in valid if "list" in kind else [pick.choice(valid)]:
+                    yield {**copy.deepcopy(body), name: pick.choice(values)}
+            for name in (*fields.sampling_types(), *fields.SET_BY_SGLANG) if "sampling_params" in valid[0] else ():
+                body = copy.deepcopy(pick.choice(valid))
+                body["sampling_params"][name] = pick.choice(values)
+                yield body
+            yield pick.choice(values)
+
+    def _required(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a body with the required fields of a schema, of their types."""
+        schema = self._resolved(schema)
+        properties = schema.get("properties", {})
+        return {name: self._value(properties[name], DEPTH, strange=0.0) for name in schema.get("required", ())}
+
+    def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return the object's schema behind a reference, or among alternatives."""
+        if "$ref" in schema:
+            return self._schemas[schema["$ref"].rsplit("/", 1)[1]]
+        found = [self._resolved(one) for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
+        return next((one for one in found if "properties" in one), schema)
+
+    def _limited(self, path: str, body: Any) -> Any:
+        """Return a body that makes no request run for minutes, and writes no profile."""
+        if path == "/start_profile" and not isinstance(body, dict):
+            body = {"num_steps": body}  # without a body, a profile begins
+        body = _bounded(body)
+        if path == "/start_profile" and isinstance(body.get("output_dir"), (str, type(None))):
+            body["output_dir"] = "/proc/nope"
+        return body
 
     def _make_sense(self, body: dict[str, Any]) -> None:
         """Often fill in valid fields that a route needs before it looks at the others."""
@@ -117,9 +208,9 @@ class Fuzzer:
             ):
                 del body[name]
 
-    def _value(self, schema: dict[str, Any], depth: int) -> Any:
+    def _value(self, schema: dict[str, Any], depth: int, strange: float = 0.12) -> Any:
         pick = self._random
-        if pick.random() < 0.12:
+        if pick.random() < strange:
             return self._strange(depth)
         if "$ref" in schema:
             schema = self._schemas[schema["$ref"].rsplit("/", 1)[1]]
@@ -175,13 +266,16 @@ def _bounded(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     made = {name: _bounded(item) for name, item in value.items()}
+    if isinstance(made.get("forward_sleep_time"), (int, float)) and 0 < made["forward_sleep_time"] <= 60:
+        made["forward_sleep_time"] = 0
     for name in (*TOKENS, *COUNTS):
         if isinstance(made.get(name), int) and FEW < made[name] < 2**31:
             made[name] = FEW
     if "sampling_params" in made or "text" in made or "input_ids" in made:
         parameters = made.get("sampling_params")
         if isinstance(parameters, dict):
-            parameters.setdefault("max_new_tokens", FEW)
+            if parameters.get("max_new_tokens") is None:
+                parameters["max_new_tokens"] = FEW
         elif parameters is None:
             made["sampling_params"] = {"max_new_tokens": FEW}
     if "messages" in made or "prompt" in made or "input" in made:

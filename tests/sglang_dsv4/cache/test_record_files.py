@@ -68,7 +68,8 @@ DAMAGE = {
     "half-a-header": (truncate_to(40), Fault.TRUNCATED),
     "header-alone": (truncate_to(HEADER.size), Fault.TRUNCATED),
     "last-byte-gone": (truncate_to(HEADER.size + BYTES - 1), Fault.TRUNCATED),
-    "a-byte-too-many": (lambda data: data + b"\0", Fault.TRUNCATED),
+    "a-byte-too-many": (lambda data: data + b"\0", Fault.CORRUPT),
+    "twice": (lambda data: data + data, Fault.CORRUPT),
     "magic": (flip(0), Fault.CORRUPT),
     "length": (flip(8), Fault.FOREIGN),
     "identity": (flip(16), Fault.FOREIGN),
@@ -185,9 +186,91 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytes
     assert files.faults[Fault.UNWRITTEN] == 1
 
 
-def test_an_unreadable_file_is_a_miss(files: RecordFiles, caplog: pytest.LogCaptureFixture) -> None:
-    (files.folder / KEY[:2] / KEY).mkdir(parents=True)
+def make_directory(path: Path) -> None:
+    (path / "below").mkdir(parents=True)
+    (path / "below" / "file").touch()
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to(path.parent)
+
+
+IN_THE_WAY = {"directory": make_directory, "pipe": os.mkfifo, "link": make_link}
+
+
+@pytest.mark.parametrize("stands", IN_THE_WAY.values(), ids=IN_THE_WAY)
+@pytest.mark.parametrize("asked", [True, False], ids=["read-first", "written-first"])
+def test_what_stands_in_a_records_place_is_replaced(
+    files: RecordFiles, stands: Callable[[Path], None], asked: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A directory was unreadable when its page was asked for, and there when it was to be written: never repaired."""
+    path = files.folder / KEY[:2] / KEY
+    path.parent.mkdir()
+    stands(path)
+    assert not files.exists(KEY)
+    if asked:
+        assert read(files) is None and files.faults == {Fault.FOREIGN: 1} and not os.path.lexists(path)
+    assert files.set(KEY, record(1)) and torch.equal(read(files), record(1))
+    assert path.is_file() and path.parent.is_dir() and not files.faults[Fault.UNWRITTEN]
+
+
+@pytest.mark.parametrize("level", [1, 2], ids=["folder-of-an-identity", "folder-of-records"])
+@pytest.mark.parametrize("link", [False, True], ids=["file", "dangling-link"])
+def test_what_stands_in_a_folders_place_is_replaced(tmp_path: Path, level: int, link: bool) -> None:
+    """Writing paused for 30 s at each record below it."""
+    folder = RecordFiles(tmp_path, IDENTITY).folder
+    if level == 1:
+        (folder / "identity.json").unlink()
+        folder.rmdir()
+    place = folder if level == 1 else folder / KEY[:2]
+    if link:
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        place.write_text("in the way")
+    files = RecordFiles(tmp_path, IDENTITY)
+    assert files.set(KEY, record(1)) and torch.equal(read(files), record(1))
+    assert files.faults == {Fault.FOREIGN: 1}
+
+
+def test_an_unreadable_file_is_a_miss_and_written_anew(
+    files: RecordFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.set(KEY, record(1))
+    real = Path.open
+
+    def failing(path: Path, mode: str = "r", **how: object) -> object:
+        if mode == "rb":
+            raise OSError(5, "Input/output error")
+        return real(path, mode, **how)
+
+    monkeypatch.setattr(Path, "open", failing)
     assert read(files) is None and files.faults == {Fault.UNREADABLE: 1} and "can't be read" in caplog.text
+    monkeypatch.undo()
+    assert not files.exists(KEY), "or it would not be written"
+    assert files.set(KEY, record(2)) and files.exists(KEY) and torch.equal(read(files), record(2))
+
+
+PAGES = [f"{name}.page" for name in ("aa01", "bb02", "cc03")]
+
+
+@pytest.mark.parametrize(
+    ("gone", "found", "counted"),
+    [
+        (["aa01.page"], 0, 1),
+        (["bb02.page"], 1, 1),
+        (["cc03.page"], 2, 1),  # its tail is there
+        (["cc03.page", "cc03.tail"], 2, 0),
+        (["bb02.page", "cc03.page", "cc03.tail"], 1, 0),
+        ([], 3, 0),
+    ],
+    ids=["first", "middle", "last", "a-shorter-prefix", "a-still-shorter-prefix", "none"],
+)
+def test_a_page_that_was_deleted_is_counted(files: RecordFiles, gone: list[str], found: int, counted: int) -> None:
+    for key in (*PAGES, "cc03.tail"):
+        files.set(key, record(1))
+    for key in gone:
+        (files.folder / key[:2] / key).unlink()
+    assert files.batch_exists(PAGES) == found and files.faults[Fault.MISSING] == counted
 
 
 def test_the_folder_comes_from_flag_variable_or_default(monkeypatch: pytest.MonkeyPatch) -> None:

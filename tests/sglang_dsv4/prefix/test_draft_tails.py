@@ -130,6 +130,7 @@ def test_a_request_that_ends_with_its_page(engine: DraftingEngine) -> None:
     assert_hit_is_cold(engine, [*prompt, *output], [], 256)
 
 
+@pytest.mark.slow
 def test_after_a_prefix_from_beyond_the_device(engine: DraftingEngine) -> None:
     """Tails of prefills and one of decoding; the pages come from host memory, then pages and tails from files."""
     engine.flush()

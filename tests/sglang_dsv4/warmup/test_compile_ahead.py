@@ -81,7 +81,7 @@ def test_kernels_of_forwards_of_any_size_are_compiled(hopper: dict[tuple, bool])
     assert len(found) == len(hopper)
     for tokens in [*range(1, 300), 1000, 8192, 100_000]:
         for rows, post in ((24, True), (24, False), (4, True)):
-            plan = hyper_connection.chosen(tokens, 4096, rows, post, True, False, fp8=rows == 24)
+            plan = hyper_connection.chosen(tokens, 4096, rows, post, False, fp8=rows == 24)
             assert ("hyper_connection", repr(plan)) in found, tokens
     for heads_a_warp in {1, norm_rope_store.HEADS_A_WARP}:
         assert ("norm_rope_store", repr(f"{heads_a_warp} heads a warp")) in found
@@ -108,7 +108,7 @@ def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     monkeypatch.setattr(model_shapes, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
     sizes = range(model_shapes.sequence_parallel.FEWEST_TOKENS // ranks, 1000)
     forms = ((24, True), (24, False))
-    own = {repr(hyper_connection.chosen(n, 4096, *form, True, False, fp8=False)) for n in sizes for form in forms}
+    own = {repr(hyper_connection.chosen(n, 4096, *form, False, fp8=False)) for n in sizes for form in forms}
     assert compiled() == whole | own and not own & whole
 
 

@@ -69,6 +69,7 @@ struct LaunchArguments {
   u8 level[32];
   u32 multiprocessors;
   u32 dependent;
+  u64 left_out_from, left_out_to;
 };
 struct LaunchResult {
   i32 failed, kind, line, warp;
@@ -94,6 +95,9 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   m.track_order = a->track_order;
   m.multiprocessors = a->multiprocessors;
   m.dependent = a->dependent;
+  m.left_out_from = a->left_out_from;
+  m.left_out_to = a->left_out_to;
+  if (!m.left_out_from) m.clusters_started = m.left_out_to;
   for (int k = 0; k < (int)ErrorKind::Count; k++) m.level[k] = (Level)a->level[k];
   for (u64 k = 0; k < a->range_count; k++)
     m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], (a->ranges[3 * k + 2] & 1) != 0,

@@ -317,6 +317,7 @@ struct Machine {
   Schedule schedule = Schedule::Eager;
   u64 random_state = 1;
   u64 clusters = 0, clusters_started = 0;  // of the grid, x fastest; started, or canceled by clusterlaunchcontrol for a running cluster
+  u64 left_out_from = ~0ull, left_out_to = 0;  // clusters [from, to) never start
   u64 progress = 0;  // counts all events that may unblock a warp
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
@@ -341,6 +342,12 @@ struct Machine {
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
     return random_state;
+  }
+  // Counts the next cluster as started, and returns its number.
+  u64 next_cluster() {
+    u64 number = clusters_started++;
+    if (clusters_started == left_out_from) clusters_started = left_out_to;
+    return number;
   }
   // The id of the first CTA of a cluster.
   void first_cta(u64 cluster, u32 *id) const {

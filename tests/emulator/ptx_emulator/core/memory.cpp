@@ -378,57 +378,64 @@ u8 *matrix_row(Warp &w, const Instruction &in, u32 address, bool write) {
   (write ? machine.counters.shared_written : machine.counters.shared_read) += 16;
   return shared_data(c, address);
 }
+
+// The rows of all matrices, whose addresses the first lanes have.
+struct MatrixRows {
+  u8 *data[kLanes];
+  u32 offsets[kLanes];
+};
+MatrixRows matrix_rows(Warp &w, const Instruction &in, Operand addresses, u32 count, bool write) {
+  MatrixRows rows;
+  const u32 *of_lanes = row<u32>(w, addresses);
+  for (u32 r = 0; r < count; r++) {
+    u32 address = of_lanes[r] + (u32)in.aux[2];
+    rows.data[r] = matrix_row(w, in, address, write);
+    rows.offsets[r] = shared_offset(address);
+  }
+  return rows;
+}
+u32 first_lanes(u32 count) { return count == kLanes ? kAllLanes : (1u << count) - 1; }
 }  // namespace
 
 HANDLER("ldmatrix", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   u32 n = (u32)in.aux[0];
-  u32 addresses[kLanes], offsets[kLanes];
-  memcpy(addresses, row<u32>(w, in.op[n]), sizeof addresses);
+  MatrixRows rows = matrix_rows(w, in, in.op[n], 8 * n, false);
   for (u32 k = 0; k < n; k++) {
-    const u8 *rows[8];
-    for (u32 r = 0; r < 8; r++) {
-      rows[r] = matrix_row(w, in, addresses[8 * k + r] + (u32)in.aux[2], false);
-      offsets[8 * k + r] = shared_offset(addresses[8 * k + r]);
-    }
+    u8 *const *of_matrix = rows.data + 8 * k;
     u32 *d = row<u32>(w, in.op[k]);
     for (u32 i = 0; i < kLanes; i++) {
       if (!in.aux[1]) {
-        memcpy(&d[i], rows[i / 4] + i % 4 * 4, 4);
+        memcpy(&d[i], of_matrix[i / 4] + i % 4 * 4, 4);
       } else {
         u16 lo, hi;
-        memcpy(&lo, rows[i % 4 * 2] + i / 4 * 2, 2);
-        memcpy(&hi, rows[i % 4 * 2 + 1] + i / 4 * 2, 2);
+        memcpy(&lo, of_matrix[i % 4 * 2] + i / 4 * 2, 2);
+        memcpy(&hi, of_matrix[i % 4 * 2 + 1] + i / 4 * 2, 2);
         d[i] = lo | (u32)hi << 16;
       }
     }
   }
-  count_banks(offsets, n == 4 ? kAllLanes : (1u << (8 * n)) - 1, 16);
+  count_banks(rows.offsets, first_lanes(8 * n), 16);
   return Step::Done;
 }
 HANDLER("stmatrix", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   u32 n = (u32)in.aux[0];
-  const u32 *addresses = row<u32>(w, in.op[n]);
-  u32 offsets[kLanes];
+  MatrixRows rows = matrix_rows(w, in, in.op[n], 8 * n, true);
   for (u32 k = 0; k < n; k++) {
-    u8 *rows[8];
-    for (u32 r = 0; r < 8; r++) {
-      rows[r] = matrix_row(w, in, addresses[8 * k + r] + (u32)in.aux[2], true);
-      offsets[8 * k + r] = shared_offset(addresses[8 * k + r]);
-    }
+    u8 *const *of_matrix = rows.data + 8 * k;
     const u32 *d = row<u32>(w, in.op[k]);
     for (u32 i = 0; i < kLanes; i++) {
       if (!in.aux[1]) {
-        memcpy(rows[i / 4] + i % 4 * 4, &d[i], 4);
+        memcpy(of_matrix[i / 4] + i % 4 * 4, &d[i], 4);
       } else {
         u16 lo = (u16)d[i], hi = (u16)(d[i] >> 16);
-        memcpy(rows[i % 4 * 2] + i / 4 * 2, &lo, 2);
-        memcpy(rows[i % 4 * 2 + 1] + i / 4 * 2, &hi, 2);
+        memcpy(of_matrix[i % 4 * 2] + i / 4 * 2, &lo, 2);
+        memcpy(of_matrix[i % 4 * 2 + 1] + i / 4 * 2, &hi, 2);
       }
     }
   }
-  count_banks(offsets, n == 4 ? kAllLanes : (1u << (8 * n)) - 1, 16);
+  count_banks(rows.offsets, first_lanes(8 * n), 16);
   return Step::Done;
 }
 
@@ -437,15 +444,13 @@ HANDLER("stmatrix", Sync) {
 // for stmatrix.m16n8, byte b = j0 + 2 * j1 goes to row 2 * (t % 4) + j0 + 8 * k, byte t / 4 + 8 * j1. aux: 0 registers, 2 offset.
 HANDLER("ldmatrix.m16n16.b8", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
-  u32 n = (u32)in.aux[0], addresses[kLanes];
-  memcpy(addresses, row<u32>(w, in.op[n]), sizeof addresses);
-  const u8 *rows[32];
-  for (u32 r = 0; r < 8 * n; r++) rows[r] = matrix_row(w, in, addresses[r] + (u32)in.aux[2], false);
+  u32 n = (u32)in.aux[0];
+  MatrixRows rows = matrix_rows(w, in, in.op[n], 8 * n, false);
   for (u32 k = 0; k < n; k++) {
     u32 *d = row<u32>(w, in.op[k]);
     for (u32 t = 0; t < kLanes; t++) {
       u32 v = 0;
-      for (u32 b = 0; b < 4; b++) v |= (u32)rows[4 * (t % 4) + b + 16 * (k / 2)][t / 4 + 8 * (k % 2)] << (8 * b);
+      for (u32 b = 0; b < 4; b++) v |= (u32)rows.data[4 * (t % 4) + b + 16 * (k / 2)][t / 4 + 8 * (k % 2)] << (8 * b);
       d[t] = v;
     }
   }
@@ -454,13 +459,11 @@ HANDLER("ldmatrix.m16n16.b8", Sync) {
 HANDLER("stmatrix.m16n8.b8", Sync) {
   if (lanes != (u32)~w.exited) return Step::NeedConvergence;
   u32 n = (u32)in.aux[0];
-  const u32 *addresses = row<u32>(w, in.op[n]);
-  u8 *rows[32];
-  for (u32 r = 0; r < 8 * n; r++) rows[r] = matrix_row(w, in, addresses[r] + (u32)in.aux[2], true);
+  MatrixRows rows = matrix_rows(w, in, in.op[n], 8 * n, true);
   for (u32 k = 0; k < n; k++) {
     const u32 *d = row<u32>(w, in.op[k]);
     for (u32 t = 0; t < kLanes; t++)
-      for (u32 b = 0; b < 4; b++) rows[2 * (t % 4) + (b & 1) + 8 * k][t / 4 + 8 * (b >> 1)] = (u8)(d[t] >> (8 * b));
+      for (u32 b = 0; b < 4; b++) rows.data[2 * (t % 4) + (b & 1) + 8 * k][t / 4 + 8 * (b >> 1)] = (u8)(d[t] >> (8 * b));
   }
   return Step::Done;
 }

@@ -441,8 +441,9 @@ void run_grid() {
       idle_clusters.pop_back();
     }
     u32 id[3];
-    m.first_cta(m.clusters_started, id);
-    start(*c, id[0], id[1], id[2], (u32)m.clusters_started++);
+    u64 number = m.next_cluster();
+    m.first_cta(number, id);
+    start(*c, id[0], id[1], id[2], (u32)number);
     m.active.push_back(std::move(c));
   };
   int idle = 0;

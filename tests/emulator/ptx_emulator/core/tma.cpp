@@ -424,7 +424,7 @@ HANDLER("clc.try_cancel", Plain) {
     bool take = machine.clusters_started < machine.clusters && (!machine.random_order() || machine.random() % 2);
     if (take) {
       response[0] = 1;
-      machine.first_cta(machine.clusters_started++, &response[1]);
+      machine.first_cta(machine.next_cluster(), &response[1]);
       machine.progress++;
     }
     for (u32 r = 0; r < w.cta->cluster->ctas.size(); r++) {
