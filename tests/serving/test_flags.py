@@ -270,6 +270,25 @@ def test_a_context_beyond_the_models(checkpoint: Path, tmp_path: Path, known: Re
         assert not found.mismatches, "\n".join(exact_trace.describe(found))
 
 
+@pytest.mark.slow
+def test_another_grammar_backend(checkpoint: Path, tmp_path: Path) -> None:
+    """Grammars hold, and one that can't be compiled is refused."""
+    pytest.importorskip("llguidance", reason="the package llguidance is not among the pinned ones")
+    flags = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
+    with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=TAILS) as server:
+        schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 60, "temperature": 0}}
+
+        def constrained(**grammar: str) -> requests.Response:
+            return post(server, "/generate", **{**body, "sampling_params": {**body["sampling_params"], **grammar}})
+
+        assert json.loads(constrained(json_schema=json.dumps(schema)).json()["text"])["age"] <= 99
+        assert constrained(regex="It is 42[.]").json()["text"] == "It is 42."
+        assert constrained(ebnf='root ::= "yes" | "no"').json()["text"] in ("yes", "no")
+        assert constrained(regex="(").status_code == constrained(json_schema="{").status_code == 400
+        assert server.is_alive()
+
+
 PASSWORD, KEY, ADMIN_KEY = "secret", "key", "admin"
 
 
