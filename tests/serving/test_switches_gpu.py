@@ -36,7 +36,7 @@ FLAG_SETS = {
     "breakable graphs": "--cuda-graph-backend-decode breakable",
     "eager graphs": "--debug-cuda-graph",
     "no graphs": "--disable-decode-cuda-graph --disable-flashinfer-autotune --bf16-gemm-backend torch",
-    "helpers": "--enable-layerwise-nvtx-marker --enable-p2p-check --base-gpu-id 0 --gpu-id-step 1 --enable-strict-thinking",
+    "helpers": "--enable-layerwise-nvtx-marker --enable-strict-thinking --reasoning-parser deepseek-v4",
     "metrics": "--enable-metrics --enable-forward-pass-metrics",
 }
 """Flags of SGLang that need a GPU. `docs/server_flags.toml` says that a flag works once its set has run."""
