@@ -90,7 +90,7 @@ REFUSALS = (
     *flags("--enable-eplb --enable-elastic-expert-backup --enable-waterfill", bool, RANKS_ARE_FIXED),
     *flags("--ep-num-redundant-experts", above(0), RANKS_ARE_FIXED),
     *flags("--ep-dispatch-algorithm --max-ep-size --elastic-ep-initial-size", other_than(None), RANKS_ARE_FIXED),
-    Refusal("--elastic-ep-backend", other_than(None, "none"), RANKS_ARE_FIXED),
+    Refusal("--elastic-ep-backend", other_than(None), RANKS_ARE_FIXED),  # "none" is not None: SGLang would start it
     Refusal("--elastic-ep-join-mode", other_than(None), RANKS_ARE_FIXED, "ep_join_mode"),
     Refusal("--init-expert-location", other_than("trivial"), RANKS_ARE_FIXED),
     Refusal("--expert-distribution-recorder-mode", other_than(None), NOT_REPORTED),
