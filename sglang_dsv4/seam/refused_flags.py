@@ -99,6 +99,11 @@ REFUSALS = (
     Refusal("--enable-fused-moe-sum-all-reduce", bool, "ranks are summed once, after the experts; leave it out"),
     Refusal("--enable-paged-experts", bool, ON_THE_DEVICE),
     Refusal("--kt-weight-path", other_than(None), ON_THE_DEVICE),
+    Refusal(
+        "--schedule-policy",
+        lambda name: name == "priority",
+        "SGLang's scheduler does not know the name; use --enable-priority-scheduling",
+    ),
     # ---- forwards
     *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),
     Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
@@ -135,6 +140,7 @@ REFUSALS = (
     Refusal(
         "--hicache-host-memory-fraction", other_than(None, 0.8), "give the size by --hicache-ratio or --hicache-size"
     ),
+    Refusal("--hicache-storage-backend", lambda name: name == "sim", "it keeps no bytes; `file` needs nothing else"),
     Refusal("--enable-streaming-session", bool, "a session's rows are not kept"),
     Refusal("--radix-cache-backend", other_than(None, NAME), OUR_CACHE),
     *flags("--enable-unified-memory --enable-page-major-kv-layout --enable-hisparse", bool, OUR_CACHE),
