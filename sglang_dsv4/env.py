@@ -96,6 +96,12 @@ SWITCHES = (
         "every attention is also computed by the reference, and the differences are written there; slow",
         form="a file",
     ),
+    Switch(
+        "SGLANG_DSV4_FIND_NOT_FINITE",
+        ("on", "off"),
+        "off",
+        "on: the log names the first sublayer of a forward whose output is not finite; slow",
+    ),
 )
 """The switches of this package."""
 

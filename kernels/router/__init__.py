@@ -17,7 +17,7 @@ def route_topk(
 
         s = sqrt(softplus(x.float() @ gate_weight.float().T))
         experts = topk(s + bias)              # the bias selects only; of equal scores the lower expert id wins
-        weights = s[experts] / s[experts].sum() * scale
+        weights = s[experts] / (s[experts].sum() + 1e-20) * scale
 
     Args:
         x: [T, d] fp32 or bf16.

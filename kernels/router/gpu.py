@@ -23,6 +23,7 @@ from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
+from dsv4_kernels.router.ref import LEAST_SUM
 
 WARPS = 4
 MOST_EXPERTS = 512
@@ -152,8 +153,8 @@ def best(args: Arguments, configuration: Configuration, token: Int32, lane: Int3
 
 
 def weight_of(score: Float32, scores: list, scale: Float32) -> Float32:
-    """`score / sum of scores * scale`, rounded as in the reference."""
-    return mul(bf16_rows.divide(score, tree_sum(scores)), scale)
+    """`score / (sum of scores + LEAST_SUM) * scale`, rounded as in the reference."""
+    return mul(bf16_rows.divide(score, add(tree_sum(scores), Float32(LEAST_SUM))), scale)
 
 
 @cute.jit

@@ -8,6 +8,11 @@ from torch import Tensor
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.reference.batch_invariant import softplus, tree_sum
 
+LEAST_SUM = 1e-20
+"""Added to the sum of a token's chosen scores: where all their logits are at or below -104, the scores are 0, and 0 / 0
+is NaN. SGLang and transformers add it, too; the release's own code does not. Sums from 2**-41 on, that is, logits from
+about -57 on, keep their bits."""
+
 
 def route_topk(x: Tensor, gate_weight: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
     """See `dsv4_kernels.router.route_topk`."""
@@ -41,4 +46,4 @@ def _scores(logits: Tensor) -> Tensor:
 
 def _weights(scores: Tensor, experts: Tensor, scale: float) -> Tensor:
     chosen = scores.gather(1, experts)
-    return chosen / tree_sum(chosen, 1).unsqueeze(1) * scale
+    return chosen / (tree_sum(chosen, 1).unsqueeze(1) + LEAST_SUM) * scale

@@ -25,8 +25,8 @@ def reason_against(req: Req, on_gpu: bool, speculative_algorithm: str | None) ->
     for name, value in neutral.items():
         if getattr(params, name) != value:
             return (
-                f"{name} is not supported by a server with {FLAG} on a GPU: SGLang counts an answer's tokens when its "
-                "scheduler gets to it, which depends on the other requests. Send none."
+                f"{name} is not supported by a server with {FLAG} on a GPU: that its bits are the same in every batch "
+                "was tested on a CPU only. Send none."
             )
     if speculative_algorithm is not None and params.top_k > 1:
         return (

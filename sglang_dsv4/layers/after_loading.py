@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from torch import Tensor, nn
@@ -13,10 +15,24 @@ class AfterLoading(QuantizeMethodBase):
 
     Args:
         run: function without arguments, of the module.
+        derives: whether `run` only computes something from the parameters, so that it must run again when they change.
+            Otherwise it rearranges freshly loaded parameters, and may run only once after each load.
     """
 
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
+    _is_suspended: ClassVar[bool] = False
+
+    def __init__(self, run: Callable[[], object], derives: bool) -> None:
+        self._run, self.derives = run, derives
+
+    @classmethod
+    @contextmanager
+    def suspended(cls) -> Iterator[None]:
+        """For a `with` block in which SGLang's loaders run, but write no parameter: nothing is called."""
+        cls._is_suspended = True
+        try:
+            yield
+        finally:
+            cls._is_suspended = False
 
     def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
         """Not supported: the module is not one of SGLang's linear layers, and computes in its own forward."""
@@ -24,4 +40,5 @@ class AfterLoading(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Call `run`."""
-        self._run()
+        if not self._is_suspended:
+            self._run()

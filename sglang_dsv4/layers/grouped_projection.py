@@ -143,7 +143,7 @@ class GroupedProjection(nn.Module):
             self.expanded = _expanded(shape, torch.get_default_dtype(), torch.get_default_device())
         elif self.kept == "both":
             self.register_buffer("expanded", torch.empty(shape), persistent=False)
-            self.quant_method = AfterLoading(self.expand)
+            self.quant_method = AfterLoading(self.expand, derives=True)
         set_weight_attrs(self.weight, {"weight_loader": load_own_rows})
 
     def expand(self) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import Tensor
@@ -10,6 +12,25 @@ from dsv4_kernels.linear import linear_fp32
 from sglang_dsv4.layers.linear import builds_on_cpu
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.seam.bases import LogitsProcessorWithHead
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+LARGEST_LOGIT = 1e20
+"""Largest absolute value of a logit that a token is drawn from. SGLang divides logits by a temperature and a repetition
+penalty, each at least 1e-6 (`requests.checks`), and adds biases of at most 1e20: all of that stays finite in fp32."""
+NOT_FINITE = 2e20
+"""Value of all logits in a row that held NaN, an infinity or more than LARGEST_LOGIT; `requests.not_finite` ends the
+request. Samplers take the row without an error, which they don't with NaN."""
+
+
+def mark_rows_not_finite(logits: Tensor) -> None:
+    """Fill the rows of `logits [T, V]` fp32 that have a value beyond LARGEST_LOGIT, or NaN, with NOT_FINITE.
+
+    Other rows keep their bits. Nothing is read back, so that CUDA graphs can capture it.
+    """
+    largest = torch.linalg.vector_norm(logits, torch.inf, dim=-1, keepdim=True)  # NaN if a logit is NaN
+    logits.masked_fill_(~(largest <= LARGEST_LOGIT), NOT_FINITE)
 
 
 def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
@@ -24,6 +45,13 @@ class Fp32LogitsProcessor(LogitsProcessorWithHead):
     def __init__(self, hf_config: object) -> None:
         super().__init__(hf_config)
         self.use_fp32_lm_head = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> LogitsProcessorOutput:  # noqa: ANN401 - SGLang's
+        """SGLang's output for a forward, with :func:`mark_rows_not_finite` applied to the logits of next tokens."""
+        output = super().forward(*args, **kwargs)
+        if output.next_token_logits is not None:
+            mark_rows_not_finite(output.next_token_logits)
+        return output
 
     def lm_head_logits(self, hidden_states: Tensor, lm_head: ParallelLMHead) -> Tensor:
         """Logits [T, V / tp] fp32 of `hidden_states [T, d]` for this rank's rows of the head."""

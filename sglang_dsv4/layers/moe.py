@@ -24,6 +24,7 @@ from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
+from sglang_dsv4.weights.host_part import HostPart, Part
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -103,15 +104,35 @@ class ReferenceExperts(nn.Module):
             shard_id: "w1", "w2" or "w3".
             expert_id: number of the expert among the experts of all ranks.
         """
+        if (place := self._place(loaded, shard_id, expert_id)) is not None:
+            local_expert, rows, part = place
+            param.data[local_expert, rows].copy_(part)
+
+    def stage(
+        self, parts: dict[str, Part], param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int
+    ) -> None:
+        """Copy this rank's part of one expert's matrix into host memory; arguments as for `weight_loader`.
+
+        Args:
+            parts: the parts of this module that a weight update has, by name; a part is added if it has none.
+        """
+        if (place := self._place(loaded, shard_id, expert_id)) is not None:
+            local_expert, rows, part = place
+            key = f"{'w2' if shard_id == 'w2' else 'w13'}.{local_expert}"
+            if key not in parts:
+                parts[key] = HostPart(param.data[local_expert])
+            parts[key].value[rows].copy_(part)
+
+    def _place(self, loaded: Tensor, shard_id: str, expert_id: int) -> tuple[int, slice, Tensor] | None:
+        """The local expert, its parameter's rows and this rank's part of a matrix; None for another rank's expert."""
         local_expert = expert_id - self.first_local_expert
         if not 0 <= local_expert < self.num_local_experts:
-            return
+            return None
         channels = slice(self.first_local_channel, self.first_local_channel + self.num_local_channels)
         if shard_id == "w2":
-            param.data[local_expert].copy_(loaded[:, channels])
-        else:
-            half = 0 if shard_id == "w1" else self.num_local_channels
-            param.data[local_expert, half : half + self.num_local_channels].copy_(loaded[channels])
+            return local_expert, slice(None), loaded[:, channels]
+        half = 0 if shard_id == "w1" else self.num_local_channels
+        return local_expert, slice(half, half + self.num_local_channels), loaded[channels]
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """This rank's part of the routed experts' sum: [T, d] fp32."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
+from sglang_dsv4.weights.host_part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class PackedExperts(nn.Module):
                 parameter = nn.Parameter(tensor, requires_grad=False)
                 set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
                 self.register_parameter(name + suffix, parameter)
-        self.quant_method = AfterLoading(self.arrange)
+        self.quant_method = AfterLoading(self.arrange, derives=False)
         self.arranged, self.seconds = None, 0.0
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
@@ -77,17 +78,41 @@ class PackedExperts(nn.Module):
             shard_id: "w1", "w2" or "w3".
             expert_id: number of the expert among the experts of all ranks.
         """
+        if (place := self._place(param, loaded, shard_id, expert_id)) is not None:
+            local_expert, rows, part = place
+            param.data[local_expert, rows].copy_(part)
+
+    def stage(
+        self, parts: dict[str, Part], param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int
+    ) -> None:
+        """Copy this rank's part of one expert's codes or scales into host memory; arguments as for `weight_loader`.
+
+        Args:
+            parts: the parts of this module that a weight update has, by name; a part is added if it has none.
+        """
+        if (place := self._place(param, loaded, shard_id, expert_id)) is None:
+            return
+        local_expert, rows, part = place
+        matrix = "w2" if shard_id == "w2" else "w13"
+        weight, scale = getattr(self, f"{matrix}_weight"), getattr(self, f"{matrix}_weight_scale_inv")
+        key = f"{matrix}.{local_expert}"
+        if key not in parts:
+            parts[key] = PackedPart(weight.data[local_expert], scale.data[local_expert], gate_up=matrix == "w13")
+        parts[key].put(param is scale, rows, part)
+
+    def _place(
+        self, param: nn.Parameter, loaded: Tensor, shard_id: str, expert_id: int
+    ) -> tuple[int, slice, Tensor] | None:
+        """The local expert, its parameter's rows and this rank's part of a matrix; None for another rank's expert."""
         local_expert = expert_id - self.first_local_expert
         if not 0 <= local_expert < self.num_local_experts:
-            return
-        of_expert = param.data[local_expert]
+            return None
+        rows, width = param.shape[1:]
         if shard_id == "w2":
-            width = of_expert.shape[1]
-            of_expert.copy_(loaded[:, self.channel_rank * width : (self.channel_rank + 1) * width])
-        else:
-            rows = of_expert.shape[0] // 2
-            first = 0 if shard_id == "w1" else rows
-            of_expert[first : first + rows].copy_(loaded[self.channel_rank * rows : (self.channel_rank + 1) * rows])
+            return local_expert, slice(0, rows), loaded[:, self.channel_rank * width : (self.channel_rank + 1) * width]
+        first, rows = 0 if shard_id == "w1" else rows // 2, rows // 2
+        part = loaded[self.channel_rank * rows : (self.channel_rank + 1) * rows]
+        return local_expert, slice(first, first + rows), part
 
     def arrange(self) -> None:
         """Rearrange the loaded weights, in place, into the order that the kernels read."""
@@ -122,6 +147,57 @@ class PackedExperts(nn.Module):
         return experts_forward(
             x, weights, experts, self.arranged, self.swiglu_limit, self.first_local_expert, dtype, shared
         )
+
+
+class PackedPart:
+    """One matrix of one expert in a weight update: codes and scales in host memory, arranged when they are exchanged.
+
+    Args:
+        codes, scale: int8 [rows, K / 2] and ue8m0 [rows, K / 32], the matrix's memory, already arranged.
+        gate_up: whether its rows are the rows of w1, then of w3.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor, gate_up: bool) -> None:
+        self._memory, self._gate_up = (codes, scale), gate_up
+        self.values = tuple(torch.empty_like(tensor, device="cpu") for tensor in self._memory)
+        self._missing = set(range(2 if gate_up else 1))  # halves of the rows, or all rows, whose scales have not come
+        self._is_arranged = False
+        self.rounded = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(value.nbytes for value in self.values)
+
+    def put(self, is_scale: bool, rows: slice, part: Tensor) -> None:
+        """Copy codes or scales of some rows. Every call with codes is followed by one with their scales."""
+        self.values[is_scale][rows].copy_(part)
+        if is_scale:
+            self._missing.discard(int(rows.start > 0))
+
+    def exchange(self) -> None:
+        """Swap the parameters' bytes with those in host memory: rearranged at first, unchanged when it is undone."""
+        new = self.values if self._is_arranged else self._arranged()
+        old = tuple(memory.to("cpu", copy=True) for memory in self._memory)
+        for memory, value in zip(self._memory, new, strict=True):
+            memory.copy_(value)
+        self.values, self._is_arranged = old, True
+
+    def _arranged(self) -> tuple[Tensor, Tensor]:
+        from dsv4_kernels.moe.sm90.weights import arrange, in_checkpoint_order
+
+        codes, scale = (
+            value.to(memory.device, copy=True) for value, memory in zip(self.values, self._memory, strict=True)
+        )
+        if self._missing:
+            served = in_checkpoint_order(*(memory[None] for memory in self._memory), gate_up=self._gate_up)
+            half = len(codes) // 2
+            for part in self._missing:
+                rows = slice(part * half, (part + 1) * half) if self._gate_up else slice(None)
+                for new, old in zip((codes, scale), served, strict=True):
+                    new.view(torch.uint8)[rows] = old[0, rows]
+        self.rounded = arrange(codes[None], scale[None], gate_up=self._gate_up, in_place=True).rounded
+        return codes, scale
 
 
 def log_arrangement(model: nn.Module) -> None:

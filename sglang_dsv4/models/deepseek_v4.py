@@ -25,8 +25,8 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
-from sglang_dsv4.weights.loader import load_checkpoint
-from sglang_dsv4.weights.tensor_table import main_model_tensors
+from sglang_dsv4.weights.staging import WeightUpdate, load_weights
+from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -162,7 +162,14 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     Raises:
         ConfigError: a value in the config or a server option can't be served.
+
+    Attributes:
+        weight_update: the update that is open, see `weights.staging`.
+        weights_are_lost: whether the memory of the weights was released and has no values now.
     """
+
+    weight_update: WeightUpdate | None = None
+    weights_are_lost = False
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__()
@@ -213,13 +220,17 @@ class DeepseekV4ForCausalLM(nn.Module):
             raise ConfigError("dspark_target_layer_ids", list(layer_ids), accepted)
         self.model.tapped_layers = trained.target_layer_ids
 
+    def tensor_table(self) -> TensorTable:
+        """The tensors of an official checkpoint that the model loads."""
+        return main_model_tensors(self.dsv4_config)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load all tensors of an official checkpoint, one at a time.
+        """Load all tensors of an official checkpoint, one at a time, or tensors of a weight update.
 
         Raises:
             CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
         """
-        load_checkpoint(self, self.dsv4_config, main_model_tensors(self.dsv4_config), weights)
+        load_weights(self, weights)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""

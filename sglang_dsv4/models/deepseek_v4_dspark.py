@@ -29,8 +29,8 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models.deepseek_v4 import Block, check_server_options
-from sglang_dsv4.weights.loader import load_checkpoint
-from sglang_dsv4.weights.tensor_table import dspark_tensors
+from sglang_dsv4.weights.staging import WeightUpdate, load_weights
+from sglang_dsv4.weights.tensor_table import TensorTable, dspark_tensors
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -126,7 +126,11 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         gamma, block_size: rows of a block, each of which proposes a token.
         num_stages: layers of the draft's pool.
         confidence_head: None: every proposal is verified, so SGLang needs no estimate of its acceptance.
+        weight_update, weights_are_lost: as in the target.
     """
+
+    weight_update: WeightUpdate | None = None
+    weights_are_lost = False
 
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.TARGET_LAYOUT)
     uses_own_vocab_modules = False
@@ -204,13 +208,17 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
         """
         self.model.store_context(main_hidden, swa_loc.long(), positions.long(), pool)
 
+    def tensor_table(self) -> TensorTable:
+        """The `mtp` tensors of an official checkpoint; the target model loads and checks all other tensors."""
+        return dspark_tensors(self.dsv4_config)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the `mtp` tensors of an official checkpoint; the target model loads and checks all other tensors.
+        """Load all tensors of an official checkpoint that the draft has, or those of a weight update.
 
         Raises:
             CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
         """
-        load_checkpoint(self, self.dsv4_config, dspark_tensors(self.dsv4_config), weights)
+        load_weights(self, weights)
 
 
 EntryClass = DeepseekV4ForCausalLMDSpark

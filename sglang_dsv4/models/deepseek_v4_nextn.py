@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +17,7 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_server_options
-from sglang_dsv4.weights.loader import load_checkpoint
-from sglang_dsv4.weights.tensor_table import mtp_tensors
+from sglang_dsv4.weights.tensor_table import TensorTable, mtp_tensors
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -106,13 +104,9 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
             input_ids, hidden_states, self.lm_head, forward_batch, hidden_states_before_norm=streams
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the `mtp.0` tensors of an official checkpoint; the target model loads and checks all other tensors.
-
-        Raises:
-            CheckpointError: names the tensor that is missing, unknown, cut short or of the wrong shape or dtype.
-        """
-        load_checkpoint(self, self.dsv4_config, mtp_tensors(self.dsv4_config), weights)
+    def tensor_table(self) -> TensorTable:
+        """The `mtp.0` tensors of an official checkpoint; the target model loads and checks all other tensors."""
+        return mtp_tensors(self.dsv4_config)
 
 
 EntryClass = DeepseekV4ForCausalLMNextN

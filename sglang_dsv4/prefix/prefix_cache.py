@@ -49,9 +49,7 @@ from sglang_dsv4.seam.hooks import NAME, TREE_CORE
 from sglang_dsv4.seam.install import install_once
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.mem_cache.base_prefix_cache import (
         CacheRequestHandle,
         DecLockRefParams,
@@ -326,22 +324,6 @@ class HostUse(NamedTuple):
 def page_numbers(slots: torch.Tensor) -> torch.Tensor:
     """[N] int64 page numbers of [N * 256] slots of whole pages; on their device, without waiting for it."""
     return slots[::PAGE_TOKENS].long() // PAGE_TOKENS
-
-
-def suspend_without_flush(
-    result: tuple[bool, str],
-    updater: SchedulerWeightUpdaterManager,
-    request: UpdateWeightFromDiskReqInput,
-    *_: object,
-) -> None:
-    """After ``SchedulerWeightUpdaterManager.flush_cache_after_weight_update``, which every exchange of weights
-    calls, from disk or from a trainer: stop the storage tier unless the cache was flushed.
-
-    A flush opens the storage backend anew, under the identity of the new weights.
-    """
-    cache = updater.scheduler.tree_cache
-    if isinstance(cache, Dsv4PrefixCache) and cache.storage is not None and not (request.flush_cache and result[0]):
-        cache.storage.suspend()
 
 
 def create_tree_core(params: CacheInitParams, components: dict[ComponentType, TreeComponent]) -> tree_core.Dsv4TreeCore:

@@ -151,21 +151,12 @@ class StorageTier:
         # tail id -> (prefix, whether its copy to the host is done; None: not issued yet)
         self._new_tails: dict[int, tuple[bytes, Callable[[], bool] | None]] = {}
         self._fetches: list[_Fetch] = []  # in the order of the requests
-        self._is_suspended = False
-
-    def suspend(self) -> None:
-        """Write and fetch nothing until `reset`: weights were exchanged without a flush, so pages have no identity."""
-        self._is_suspended = True
-        self._new_tails.clear()
-        logger.warning(
-            "prefix storage: weights were exchanged without a flush; nothing is written or read until /flush_cache"
-        )
 
     # Writing
 
     def tail_published(self, digest: bytes, tail_id: int) -> None:
         """Queue a new tail of the tree, to be written when its copy to the host is done."""
-        if self._writes and not self._is_suspended:
+        if self._writes:
             self._new_tails.setdefault(tail_id, (digest, None))
 
     def wait_for_slot(self, slot: int) -> None:
@@ -177,7 +168,7 @@ class StorageTier:
     def _write_pages(self) -> None:
         pages = self._host.pop_saved()
         self._busy = {slot: work for slot, work in self._busy.items() if not work.done()}
-        if pages and self._writes and not self._is_suspended:
+        if pages and self._writes:
             renew = self._renewal([digest for digest, _ in pages])
             renew()  # before the writes too, or the first pages of a prefix might be deleted for its last ones
             for digest, slot in pages:
@@ -247,7 +238,7 @@ class StorageTier:
         """Look up more of a new request's prefix, which device and host memory have up to page `floor`."""
         begin = self._host.first_missing(digests, 0)
         tokens = (len(digests) - floor) * PAGE_TOKENS
-        if self._is_suspended or tokens < self._options.threshold_tokens:
+        if tokens < self._options.threshold_tokens:
             return
         if any(fetch.handle == handle for fetch in self._fetches):
             return
@@ -413,7 +404,6 @@ class StorageTier:
         self._fetches.clear()
         self._earlier_faults.update(self.backend.faults)
         self.backend = self._open()
-        self._is_suspended = False
 
     @property
     def faults(self) -> Counter[Fault]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_dsv4.determinism import flag, refused_requests
-from sglang_dsv4.requests import guards, sampling
+from sglang_dsv4.requests import guards, sampling, thinking_budget
 from sglang_dsv4.requests.guards import INT32_MAX
 from sglang_dsv4.seam.live import live_parts, serves_deepseek_v4
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
 FP32_MAX, FP32_MIN = 3.4028234663852886e38, 2.0**-126
+LARGEST_BIAS, LEAST_DIVISOR = 1e20, 1e-6
+"""With logits of at most 1e20 (`layers.logits`) and a temperature of at least 1e-6, below which SGLang draws nothing, a
+biased and penalised logit stays finite in fp32: beyond, softmax would be inf - inf."""
 
 
 class Range(NamedTuple):
@@ -51,13 +54,17 @@ def check_sampling_parameters(params: SamplingParams, *args: object, **kwargs: o
         value = getattr(params, name)
         if value is not None and value > allowed.highest:
             raise ValueError(f"{name} must be at most {allowed.highest}, got {value}.")
-    for name in ("temperature", "repetition_penalty"):  # both divide logits, in fp32
-        value = getattr(params, name)
-        if not is_fp32(value) or (value != 0 and abs(value) < FP32_MIN):
-            raise ValueError(f"{name} must be a number that fp32 can hold, got {value}.")
+    if not is_fp32(params.temperature) or 0 != abs(params.temperature) < FP32_MIN:
+        raise ValueError(f"temperature must be a number that fp32 can hold, got {params.temperature}.")
+    if not is_fp32(params.repetition_penalty) or 0 != abs(params.repetition_penalty) < LEAST_DIVISOR:
+        raise ValueError(f"repetition_penalty must be at least {LEAST_DIVISOR:g}, got {params.repetition_penalty}.")
+    thinking_budget.budget_of(params)
     for token_id, bias in (params.logit_bias or {}).items():
-        if not is_fp32(bias):
-            raise ValueError(f"logit_bias of token {token_id} must be a number that fp32 can hold, got {bias!r}.")
+        if not is_fp32(bias) or abs(bias) > LARGEST_BIAS:
+            raise ValueError(
+                f"logit_bias of token {token_id} must be a number from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}, "
+                f"got {bias!r}."
+            )
 
 
 def is_fp32(value: object) -> bool:
@@ -92,6 +99,8 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
         if sampling.seed_of(req) is not None and (reason := sampling.reason_against_seeds(*sampling_setup())):
             error = error or reason
             req.sampling_params.sampling_seed = None
+    if sampling.uses_min_p(req):
+        error = error or sampling.reason_against_min_p(sampling_setup()[1])
     if flag.is_on():
         error = error or refused_requests.reason_against(req, *accelerator_setup())
     if req.logprob.top_logprobs_num > req.vocab_size:

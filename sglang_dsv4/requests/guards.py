@@ -7,8 +7,9 @@ module has all other requests. A row of the table can go when SGLang checks the 
 ===============================  ============================================  =========================================
 request                          what SGLang does                              where
 ===============================  ============================================  =========================================
-weights that do not fit          half of them are loaded, and its rollback     ModelRunner's WeightUpdater
-                                 reads the same files again
+weights that do not fit, where   half of them are loaded, and its rollback     ModelRunner's WeightUpdater
+SGLang's layers keep them in a   reads the same files again
+layout of their own
 invalid token ids for            500: the tokenizer has no such id             OpenAIServingDetokenize
 `/detokenize`
 `n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*

@@ -13,7 +13,8 @@ max           "Absolute maximum ..."    "Beyond maximum ..."
 ============  ========================  ====================================
 
 SGLang 0.5.23 renders the right-hand column for all releases, and "high" if a request names no effort. The requested
-effort is mapped here before SGLang renders; SGLang renders minimal as low, and medium and xhigh as high.
+effort is mapped here before SGLang renders; SGLang renders minimal as low, and medium and xhigh as high. An effort that
+no release knows is refused.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Tiers(Enum):
     APRIL = "april"  # high, max
     LATER = "later"  # low, high, max
 
+
+TRAINED = {Tiers.APRIL: "high and max", Tiers.LATER: "low, high and max"}
 
 _tiers = Tiers.LATER  # of the checkpoint that this process serves
 
@@ -104,12 +107,15 @@ def render(original: Callable[..., list[int]], recipe: Any, body: dict[str, Any]
         options: of SGLang's method.
 
     Raises:
-        ValueError: an effort that the model does not have, also in a prompt without thinking; SGLang answers 400.
+        ValueError: an effort of another model (`ultra`); SGLang answers 400.
     """
     if recipe.model == "DeepSeek-V4-Pro":  # SGLang's name for every model of this encoding
         effort = body.get("reasoning_effort", "low")
         if effort not in EFFORTS:
-            raise ValueError(f"reasoning_effort must be one of none, {', '.join(EFFORTS)}, got {effort!r}.")
+            raise ValueError(
+                f"reasoning_effort must be one of none, {', '.join(EFFORTS)}, got {effort!r}: this checkpoint was "
+                f"trained with {TRAINED[_tiers]} (docs/coming_from_sglang.md)."
+            )
         if _tiers is Tiers.APRIL:
             effort = "high" if effort == "max" else "low" if effort in ("medium", "high", "xhigh") else effort
         body = {**body, "reasoning_effort": effort}

@@ -123,6 +123,21 @@ def reason_against_seeds(sampling_backend: str, speculative_algorithm: str | Non
     return None
 
 
+def uses_min_p(req: Req) -> bool:
+    """Whether a request limits its draws by min_p; a greedy request draws nothing."""
+    return not is_greedy(req) and req.sampling_params.min_p > 0
+
+
+def reason_against_min_p(speculative_algorithm: str | None) -> str | None:
+    """Why this server can't use min_p, for a 400; None if it can."""
+    if speculative_algorithm is None:
+        return None
+    return (
+        f"min_p is not supported by a server with --speculative-algorithm {speculative_algorithm}, whose verification "
+        "ignores it; send none, or use top_p or top_k."
+    )
+
+
 def fill_seeds(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
     """Give each request of a new batch a seed if one of them asks for one."""
     seeds = [seed_of(req) for req in batch.reqs]
@@ -214,4 +229,5 @@ def draw(original: Callable[..., Tensor], logprobs: Tensor, seed: Tensor, positi
     for row, (key, position) in enumerate(zip(seed.tolist(), positions.tolist(), strict=True)):
         generator = np.random.Generator(np.random.Philox(key=np.array([key % 2**64, position], np.uint64)))
         noise[row] = torch.from_numpy(generator.standard_exponential(logprobs.shape[1]))
+    noise.clamp_(min=torch.finfo(noise.dtype).tiny)  # 0 is possible, and the logarithm of its token would be NaN
     return (logprobs.double() - noise.log_()).argmax(1, keepdim=True)

@@ -56,6 +56,15 @@ _request: ContextVar[Request | None] = ContextVar("request", default=None)
 _metrics: Metrics | None = None
 
 
+def repairs() -> bool:
+    """Whether calls are repaired that have one reading; the launcher asks before it starts a server.
+
+    Raises:
+        ValueError: the switch holds another word.
+    """
+    return env.choice(SWITCH) != "refuse"
+
+
 # ------------------------------------------------------------------------------ a parser of SGLang's is made
 
 
@@ -129,8 +138,7 @@ def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> AnswerProc
     request = _request.get()
     if not request.has_calls:
         return AnswerProcessor(processor, None, None)
-    repair = env.choice(SWITCH) != "refuse"
-    readers = Reader(request.schemas, repair, reasoning=True), Reader(request.schemas, repair)
+    readers = Reader(request.schemas, repairs(), reasoning=True), Reader(request.schemas, repairs())
     return AnswerProcessor(processor, request.recipe.hf_tokenizer.token_to_id(MARKER), readers)
 
 
@@ -158,6 +166,7 @@ class AnswerProcessor:
         """
         self._processor, self._marker, self._readers = processor, marker, readers
         self._has_content = self._ended = False
+        self._is_whole = False  # whether the model ended the answer
 
     @property
     def finished(self) -> bool:
@@ -167,6 +176,9 @@ class AnswerProcessor:
     def push(self, chunk: Any) -> list[Any]:
         """Reasoning, content and calls after a further chunk of deepseek-recipe's."""
         if chunk.kind != "tokens":
+            from deepseek_recipe import InferenceFinishReason
+
+            self._is_whole = chunk.finish_reason == InferenceFinishReason.Stop
             return self._read(self._processor.push(chunk), marked=False)
         answers, part, last = [], [], len(chunk.token_ids) - MOST_BYTES
         for index, token in enumerate(chunk.token_ids):
@@ -194,27 +206,34 @@ class AnswerProcessor:
     def _read(self, answers: list[Any], marked: bool) -> list[Any]:
         if self._readers is None:
             return answers
-        read = [self._step(json.loads(answer.to_json()), marked, *self._readers) for answer in answers]
+        read = [self._step(answer, marked, *self._readers) for answer in answers]
         if self.finished and not self._ended:
             self._ended = True
             read.append(self._end(*self._readers))
         return read
 
-    def _step(self, answer: dict[str, Any], marked: bool, in_reasoning: Reader, in_content: Reader) -> Answer:
-        choice = answer["choices"][0]
-        reasoning, content = (choice["delta"].get(key) or "" for key in ("reasoning_content", "content"))
+    def _step(self, answer: Any, marked: bool, in_reasoning: Reader, in_content: Reader) -> Any:
+        """deepseek-recipe's answer without the text that may be a call; the answer itself if nothing is."""
+        read = json.loads(answer.to_json())
+        delta = read["choices"][0]["delta"]
+        written = reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
         if marked:
-            reasoning, content = (MARK.join(text.rsplit(MARKER, 1)) for text in (reasoning, content))
+            reasoning, content = (MARK.join(text.rsplit(MARKER, 1)) for text in written)
         reasoning = in_reasoning.feed(reasoning)
         if content and not self._has_content:
             self._has_content = True
             reasoning += in_reasoning.revoke()
-        choice["delta"] |= {"reasoning_content": reasoning, "content": in_content.feed(content)}
-        return Answer(answer)
+        content = in_content.feed(content)
+        if (reasoning, content) == written:
+            return answer
+        delta |= {"reasoning_content": reasoning, "content": content}
+        return Answer(read)
 
     def _end(self, in_reasoning: Reader, in_content: Reader) -> Answer:
         """The text that was held back, and all calls."""
-        reasoning = "" if self._has_content else in_reasoning.finish()
+        reasoning = ""
+        if not self._has_content:  # a call in reasoning is a draft unless the model ended the answer with it
+            reasoning = in_reasoning.finish() if self._is_whole else in_reasoning.revoke()
         delta = {"reasoning_content": reasoning, "content": in_content.finish()}
         reader = in_content if self._has_content else in_reasoning
         calls = [{"name": call.name, "arguments": call.arguments} for call in reader.calls]
@@ -265,13 +284,8 @@ class Metrics:
 
 
 def start(result: None, manager: TokenizerManager, *args: Any, **kwargs: Any) -> None:
-    """Declare the metrics, if the server has any; runs after `TokenizerManager.__init__`.
-
-    Raises:
-        ValueError: the switch holds another word.
-    """
+    """Declare the metrics, if the server has any; runs after `TokenizerManager.__init__`."""
     global _metrics
-    env.choice(SWITCH)
     if manager.enable_metrics and live.serves_deepseek_v4():
         _metrics = Metrics(manager.metrics_collector.labels)
 

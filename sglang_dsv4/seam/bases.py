@@ -18,10 +18,11 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.unified_cache.component_type import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_cache.components import EvictLayer, TreeComponent
 
-from sglang_dsv4.seam.compat import DeepSeekV4TokenToKVPool, UnifiedRadixCache, UnifiedTreeCore
+from sglang_dsv4.seam.compat import BatchedPenalizer, DeepSeekV4TokenToKVPool, UnifiedRadixCache, UnifiedTreeCore
 
 if TYPE_CHECKING:
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_cache.cache_action import CacheAction, ComponentAction
@@ -203,6 +204,53 @@ class RankedRadixCache(UnifiedRadixCache):
         agreed = torch.tensor(values, dtype=torch.int64)
         self._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
         return agreed.tolist()
+
+
+class RowPenaliser(BatchedPenalizer):
+    """A penaliser of a batch, made of tensors with a row for each request.
+
+    SGLang makes one for each batch, and filters and merges it with the batch. It is prepared where a request needs it.
+    """
+
+    rows: dict[str, torch.Tensor]  # [B, ...] each; none before it is prepared
+
+    def is_needed_by(self, req: Req) -> bool:
+        """Whether the penaliser does anything for this request."""
+        raise NotImplementedError
+
+    def rows_of(self, reqs: list[Req], device: str) -> dict[str, torch.Tensor]:
+        """The tensors [B, ...] of requests that have no answer yet."""
+        raise NotImplementedError
+
+    def count(self, tokens: torch.Tensor) -> None:
+        """Take a next token [B] int64 of every request into account."""
+        raise NotImplementedError
+
+    def penalise(self, logits: torch.Tensor) -> None:
+        """Add to `logits [B, V]` what the next tokens' logits get."""
+        raise NotImplementedError
+
+    def _is_required(self) -> bool:
+        return any(self.is_needed_by(req) for req in self.orchestrator.reqs())
+
+    def _prepare(self) -> None:
+        self.rows = self.rows_of(self.orchestrator.reqs(), self.orchestrator.device)
+
+    def _cumulate_output_tokens(self, output_ids: torch.Tensor) -> None:
+        self.count(output_ids)
+
+    def _apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self.penalise(logits)
+        return logits
+
+    def _filter(self, keep_indices: torch.Tensor) -> None:
+        self.rows = {name: rows[keep_indices] for name, rows in self.rows.items()}
+
+    def _merge(self, their: RowPenaliser) -> None:
+        self.rows = {name: torch.cat([rows, their.rows[name]]) for name, rows in self.rows.items()}
+
+    def _teardown(self) -> None:
+        self.rows = {}
 
 
 class PassiveTreeComponent(TreeComponent):

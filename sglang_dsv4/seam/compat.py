@@ -1,10 +1,10 @@
 """The SGLang version that this package was tested with, and the undocumented names of SGLang that it imports.
 
 Importing SGLang's modules takes seconds in processes that never need them, so a name is resolved when it is read
-(``compat.DeepSeekV4TokenToKVPool``). Private names of SGLang occur in three more modules only. The functions that this
+(``compat.DeepSeekV4TokenToKVPool``). Private names of SGLang occur in four more modules only. The functions that this
 package hooks are in :mod:`sglang_dsv4.seam.hooks`, methods and attributes of SGLang's classes in
-:mod:`sglang_dsv4.seam.bases`. :mod:`sglang_dsv4.cpu.shims` has the names of SGLang's stand-in for triton, which is
-needed before SGLang can be imported.
+:mod:`sglang_dsv4.seam.bases` and :mod:`sglang_dsv4.seam.weight_manager`. :mod:`sglang_dsv4.cpu.shims` has the names of
+SGLang's stand-in for triton, which is needed before SGLang can be imported.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ARCHITECTURES = ("DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMNextN", "Deepsee
 OUR_PACKAGE = "sglang_dsv4"
 
 SGLANG_NAMES: dict[str, str] = {
+    "BatchedPenalizer": "sglang.srt.sampling.penaltylib.orchestrator:_BatchedPenalizer",
     "DeepSeekV4TokenToKVPool": "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool",
     "UnifiedRadixCache": "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
     "UnifiedTreeCore": "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore",

@@ -27,6 +27,7 @@ def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
     from sglang_dsv4.attention import comparison
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+    from sglang_dsv4.layers import finite
     from sglang_dsv4.layers.packed_experts import log_arrangement
     from sglang_dsv4.warmup.compile_ahead import compile_ahead
 
@@ -38,6 +39,9 @@ def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     if file is not None and not runner.is_draft_worker:
         logger.warning("sglang_dsv4: every attention is computed twice and compared, see %s", file)
         comparison.install(backend, runner.model, file)
+    if finite.is_on() and not runner.is_draft_worker:
+        logger.warning("sglang_dsv4: every sublayer's output is checked (%s=on); this is slow", finite.VARIABLE)
+        finite.install(runner.model, runner)
     return backend
 
 

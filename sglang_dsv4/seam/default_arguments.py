@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import env
-from sglang_dsv4.requests import reasoning_effort
+from sglang_dsv4.requests import reasoning_effort, tool_calls
 from sglang_dsv4.seam import compat, install, moe_runner, refused_flags, self_check
 from sglang_dsv4.seam.hooks import NAME
 
@@ -60,7 +60,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 
     Raises:
         StartupError: this package is not fully installed.
-        ValueError: a flag or the checkpoint can't be served.
+        ValueError: a flag or the checkpoint can't be served, or a switch of requests holds another word.
     """
     from sglang_dsv4.weights import checkpoint_files
 
@@ -74,6 +74,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         refused_flags.refuse_unsupported_arguments(arguments, hf_config)
         refused_flags.refuse_other_quantization(server_args, hf_config)
         choose_effort_tiers(arguments, hf_config)
+        tool_calls.repairs()
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.moe_runner_backend == "auto" and moe_runner.serves(arguments, model_config):
             compat.declare_resolution(server_args, "sglang_dsv4", moe_runner_backend=moe_runner.RUNNER)
@@ -103,7 +104,7 @@ def default_arguments(
     arguments: Any, hf_config: Any
 ) -> dict[str, Any]:  # arguments: ServerArgs, or SGLang's view of it
     """The arguments that a DeepSeek-V4 server needs and its user did not set: field of ServerArgs -> value."""
-    defaults: dict[str, Any] = {}
+    defaults: dict[str, Any] = {"enable_cache_report": True}  # no flag of SGLang's switches it off
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
     if arguments.device == "cpu":

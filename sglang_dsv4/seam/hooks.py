@@ -89,6 +89,9 @@ _PROFILER = "sglang.srt.managers.scheduler_components.profiler_manager.Scheduler
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _SAMPLER = "sglang.srt.layers.sampler"
+_EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
+_DSPARK = "sglang.srt.speculative.dspark_components.dspark_verify"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _OPS = "sglang.kernels.ops.speculative"
 _REQUESTS = "sglang_dsv4.requests"
 _OPENAI = "sglang.srt.entrypoints.openai"
@@ -96,6 +99,9 @@ _RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
 _RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
+_ROUTES = "sglang_dsv4.weights.routes"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
@@ -104,7 +110,11 @@ _VALIDATES = "SGLang validates the value and answers 400"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
+_NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
+_DRAFTED = "SGLang's verification samples each row as without drafts"
+_SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
 _TIMES = "SGLang logs the duration of its start-up phases"
+_UPDATES = "SGLang's weight updates are all or nothing"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
 
 SELF_CHECK = (
@@ -202,6 +212,18 @@ HOOKS = (
          Process.LAUNCHER, f"{_REQUESTS}.guards:check_completion",
          "fields of `/v1/completions` that SGLang ignores, `best_of` and `suffix`, get a 400",
          "SGLang implements or refuses them"),
+    Hook(f"{_TOKENIZER}.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_ROUTES}:add_route", "a weight update that its trainer will not end can be dropped", _UPDATES),
+    *(
+        Hook(f"{_CONTROL}.update_weights_from_{source}", Kind.BEFORE, Process.LAUNCHER, f"{_ROUTES}:hold_version",
+             "a weight version is reported once its weights serve", _UPDATES)
+        for source in ("tensor", "distributed")
+    ),
+    Hook(f"{_CONTROL}.end_weight_update", Kind.AROUND, Process.LAUNCHER, f"{_ROUTES}:end",
+         "the scheduler is asked again while it finishes its last step; the weight version is set", _UPDATES),
+    Hook(f"{_TOKENIZER}.update_weights_from_disk", Kind.AROUND,
+         Process.LAUNCHER, f"{_ROUTES}:from_files",
+         "the scheduler is asked again while it finishes its last step", _UPDATES),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
@@ -219,6 +241,13 @@ HOOKS = (
     Hook(f"{_OPENAI}.protocol.ResponsesRequest.to_sampling_params", Kind.AFTER, Process.LAUNCHER,
          f"{_REQUESTS}.responses:keep_output_tokens", "an answer of the Responses API has all `max_output_tokens`",
          "SGLang takes no tokens off"),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
+         f"{_REQUESTS}.chat_switches:settle",
+         "`thinking`, `enable_thinking` and a thinking budget of a chat request are honoured, contradictions get a 400",
+         _SWITCHES),
+    Hook("sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request", Kind.AFTER,
+         Process.LAUNCHER, f"{_REQUESTS}.chat_switches:carry_budget",
+         "`thinking.budget_tokens` is kept", _SWITCHES),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
@@ -254,6 +283,8 @@ HOOKS = (
     Hook(f"{_PROFILER}._profile_batch_predicate", Kind.AROUND, Process.SCHEDULER,
          f"{_REQUESTS}.administration:profile_step",
          "a profile that fails between two forwards is dropped", "SGLang's scheduler survives a profile that fails"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.not_finite:start", "declares the metric of logits that are not finite", _NOT_FINITE),
     # ---- the scheduler: pools and batches
     Hook(f"{_CONFIGURATOR}.KVCacheConfigurator._build_dsv4_kv_pool", Kind.REPLACE, Process.SCHEDULER,
          "sglang_dsv4.prefix.pool_setup:build_kv_pool",
@@ -298,14 +329,36 @@ HOOKS = (
          Process.SCHEDULER, f"{_REQUESTS}.guards:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
          "SGLang reloads the old weights when an update fails"),
-    Hook("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-         ".flush_cache_after_weight_update", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.prefix.prefix_cache:suspend_without_flush",
-         "after an update without a flush no prefix is written to or read from a storage backend",
-         "SGLang puts the weights' version into the storage key"),
+    *(
+        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"sglang_dsv4.weights.session:{function}", why,
+             _UPDATES)
+        for method, function, why in (
+            ("begin_weight_update", "begin", "tensors are kept in host memory until the update ends"),
+            ("update_weights_from_tensor", "from_tensors", "a bucket is checked; the weights that serve stay"),
+            ("update_weights_from_distributed", "from_group", "a bucket is checked; the weights that serve stay"),
+            ("end_weight_update", "end", "all models and ranks exchange their weights and flush the cache, or none"),
+            ("update_weights_from_disk", "from_files", "all models and ranks exchange their weights, or none"),
+            ("update_weights_from_ipc", "from_ipc", "all models and ranks exchange their weights, or none"),
+        )
+    ),
+    Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.weights.session:note_lost_weights",
+         "weights whose memory was released without a copy must come whole", _UPDATES),
     Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
          "SGLang publishes its gauges after a flush"),
+    # ---- the scheduler: logits that are not finite
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.forward", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.not_finite:note_rows", "marks of the model's rows are copied to the host", _NOT_FINITE),
+    Hook(f"{_SAMPLER}.Sampler._preprocess_logits", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.not_finite:after_preprocessing",
+         "rows in which penalties, biases and processors leave no token are marked", _NOT_FINITE),
+    Hook(f"{_RUNNER}.model_runner.ModelRunner.sample", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.not_finite:note_adjusted_rows", "and copied to the host", _NOT_FINITE),
+    Hook(f"{_RESULTS}.process_batch_result_prefill", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.not_finite:end_requests", "their requests end with a reason", _NOT_FINITE),
+    Hook(f"{_RESULTS}.process_batch_result_decode", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.not_finite:end_requests", "their requests end with a reason", _NOT_FINITE),
     # ---- the scheduler: sampling and penalties
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
@@ -313,7 +366,14 @@ HOOKS = (
          f"{_REQUESTS}.sampling:ignore_greedy_temperatures",
          "a greedy request's log-probabilities do not depend on the other requests", _SEEDS),
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:count_earlier", "a retracted request keeps its counts", _COUNTS),
+         f"{_REQUESTS}.penalties:complete",
+         "a retracted request keeps its counts, and a thinking budget is a penaliser", _COUNTS),
+    Hook(f"{_SAMPLING}.copy_for_forward", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
+    Hook(f"{_SAMPLING}.filter_batch", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
+    Hook(f"{_SAMPLING}.merge_batch", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
     Hook(f"{_SAMPLING}.copy_for_forward", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.penalties:remember_source", "the copy leads to the batch's penalisers", _COUNTS),
     Hook(f"{_RUNNER}.model_runner.ModelRunner.sample", Kind.AFTER, Process.SCHEDULER,
@@ -321,6 +381,24 @@ HOOKS = (
     Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", Kind.AROUND,
          Process.SCHEDULER, f"{_REQUESTS}.penalties:leave_out_processed",
          "these tokens are not counted twice", _COUNTS),
+    Hook(_EAGLE_SAMPLE, Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:before_eagle_sample",
+         "each row of a verify step gets the penalties and processors that it has without drafts", _DRAFTED),
+    Hook(_EAGLE_SAMPLE, Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:after_eagle_sample", "accepted tokens are counted", _DRAFTED),
+    Hook(f"{_DSPARK}.TargetVerifyExecutor.run_non_compact", Kind.AROUND, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:leave_rows", "SGLang gives all rows of a block the same penalties, or none", _DRAFTED),
+    Hook(f"{_DSPARK}.TargetVerifyExecutor.accept_and_finalize", Kind.BEFORE, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:before_accept",
+         "each row of a verify step gets the penalties and processors that it has without drafts", _DRAFTED),
+    Hook(f"{_DSPARK}.TargetVerifyExecutor.accept_and_finalize", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:after_accept", "accepted tokens are counted", _DRAFTED),
+    Hook(f"{_DSPARK}.verify_logits_adjustments_are_noop", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:rows_stay",
+         "a batch with penalties accepts its drafts outside of the CUDA graph", _DRAFTED),
+    Hook("sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_REQUESTS}.drafts:process_results_first",
+         "a custom logit processor sees the whole answer, not one that is a token late", _DRAFTED),
     Hook(f"{_SAMPLING}.merge_batch", Kind.BEFORE, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:align_seeds", "seeds survive the merge of two batches", _SEEDS),
     Hook(f"{_SAMPLER}.Sampler._preprocess_logits", Kind.AFTER, Process.SCHEDULER,
@@ -350,7 +428,7 @@ HOOKS = (
          f"{_CPU}.speculation:assign_draft_slots", "SGLang launches a Triton kernel", _CPU_OPS, only_cpu=True),
     Hook(f"{_OPS}.spec_tree.build_tree_kernel_efficient_func", Kind.REPLACE, Process.SCHEDULER,
          f"{_CPU}.speculation:build_chain", "SGLang launches a CUDA kernel", _CPU_OPS, only_cpu=True),
-    Hook("sglang.srt.speculative.eagle_utils.eagle_sample", Kind.REPLACE, Process.SCHEDULER,
+    Hook(_EAGLE_SAMPLE, Kind.REPLACE, Process.SCHEDULER,
          f"{_CPU}.speculation:verify", "SGLang launches CUDA kernels", _CPU_OPS, only_cpu=True),
     Hook(f"{_OPS}.reject_sampling.chain_speculative_sampling_triton", Kind.REPLACE, Process.SCHEDULER,
          f"{_CPU}.speculation:accept_block", "SGLang launches a Triton kernel", _CPU_OPS, only_cpu=True),

@@ -51,6 +51,7 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
         ValueError: the user asks for graphs of decode steps, which can't be captured; names the ops.
     """
     from sglang_dsv4.attention import comparison
+    from sglang_dsv4.layers import finite
 
     arguments = compat.resolving_view(server_args)
     hf_config, uncapturable = compat.model_config_of(server_args).hf_config, []
@@ -58,6 +59,8 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
         uncapturable = uncapturable_ops("cuda", hf_config.head_dim)
         if comparison.file_of_rank(0) is not None:
             uncapturable.append("the attention that is compared")
+        if finite.is_on():
+            uncapturable.append("the search for numbers that are not finite")
         off = {"disable_prefill_cuda_graph": True}
         if uncapturable:
             logger.warning("sglang_dsv4: CUDA graphs are off, these ops run as references: %s", ", ".join(uncapturable))

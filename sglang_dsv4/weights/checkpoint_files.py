@@ -63,8 +63,51 @@ def _check_config(model_path: str, revision: str | None, file: str | None, overr
         raise ConfigError("architectures", None, f"[{ARCHITECTURES[0]!r}]; the field is missing from {CONFIG_FILE}")
     if not is_ours(architectures):
         return False
+    refuse_saved_by_transformers(config)
     Config.from_hf(config)
     return True
+
+
+def refuse_saved_by_transformers(config: SimpleNamespace) -> None:
+    """Raise for a config in the form in which transformers saves it: SGLang reads the release's fields only.
+
+    Raises:
+        CheckpointFileError: names transformers' fields, and gives the release's with their values.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    nested = isinstance(rope, Mapping) and "main" in rope
+    theirs = [name for name in ("layer_types", "compress_rates", "mlp_layer_types") if hasattr(config, name)]
+    theirs += ["rope_parameters['main']"] * nested
+    if not theirs or (hasattr(config, "compress_ratios") and not nested):
+        return
+    try:
+        written = released_fields(Config.from_hf(config))
+    except ConfigError:
+        written = "compress_ratios, num_hash_layers, qk_rope_head_dim, rope_theta and rope_scaling"
+    raise CheckpointFileError(
+        f"{CONFIG_FILE} was saved by transformers: it has {', '.join(theirs)}, which SGLang can't read. Take the "
+        f"release's {CONFIG_FILE}, or replace these fields by the release's: {written}"
+    )
+
+
+def released_fields(config: Config) -> str:
+    """JSON of the release's fields that transformers writes in another form."""
+    yarn = config.yarn and {
+        "type": "yarn",
+        "factor": config.yarn.factor,
+        "original_max_position_embeddings": config.yarn.original_max_positions,
+        "beta_fast": config.yarn.beta_fast,
+        "beta_slow": config.yarn.beta_slow,
+    }
+    fields = {
+        "compress_ratios": [*config.schedule.ratios, *[0] * config.num_draft_layers],
+        "num_hash_layers": config.num_hash_layers,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "rope_theta": config.rope_theta,
+        "compress_rope_theta": config.compress_rope_theta,
+        "rope_scaling": yarn,
+    }
+    return json.dumps(fields)
 
 
 def read_config(model_path: str, revision: str | None, file: str = CONFIG_FILE) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Load a checkpoint into a model: every tensor of a `tensor_table`, one at a time.
 
+`Loader` is also what checks the tensors of a weight update (`weights.staging`), which it stores in host memory.
+
 A quantised weight is copied unchanged into a parameter that has a scale parameter (SGLang's quantised layers, on a
 GPU); for any other parameter it is dequantised first. A weight is held in memory only until all of its scales have been
 read, and in files sorted by name these are the next tensors.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,17 +48,47 @@ def load_checkpoint(
         CheckpointError: a tensor is missing, unknown, repeated, cut short, or of the wrong shape or dtype, or holds NaN
             or infinity. Unknown tensors, missing tensors and such values are reported together, at the end.
     """
-    loader = _Loader(model, config, table)
-    for name, tensor in _read(weights, getattr(model.config, "_name_or_path", "")):
+    loader = Loader(model, config, table)
+    for name, tensor in read(weights, getattr(model.config, "_name_or_path", "")):
         if table.is_ours(name):
             loader.add(name, tensor)
     loader.finish()
 
 
-class _Loader:
-    """The state of one pass over a checkpoint."""
+def copy_into(spec: TensorSpec, parameter: nn.Parameter, tensor: Tensor, name: str) -> None:
+    """Copy a tensor into its part of a parameter; SGLang's experts tell the kind of scale by the tensor's `name`."""
+    load = getattr(parameter, "weight_loader", None)
+    if load is None:
+        parameter.data.copy_(tensor)
+    elif spec.expert is not None:
+        load(parameter, tensor, name, shard_id=spec.shard, expert_id=spec.expert)
+    elif spec.shard is not None:
+        load(parameter, tensor, spec.shard)
+    else:
+        load(parameter, tensor)
 
-    def __init__(self, model: nn.Module, config: Config, table: TensorTable) -> None:
+
+class Loader:
+    """The state of one pass over a checkpoint, or over the tensors of a weight update.
+
+    Args:
+        model: has the parameters that `table` names.
+        config: the model's.
+        table: the tensors to expect.
+        store: puts a checked tensor where it belongs: (its spec, the parameter, the tensor as the parameter holds it,
+            its name).
+        source: a noun for errors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        table: TensorTable,
+        store: Callable[[TensorSpec, nn.Parameter, Tensor, str], None] = copy_into,
+        source: str = "checkpoint",
+    ) -> None:
+        self.store, self.source = store, source
         self.num_experts = config.n_routed_experts
         self.quantised = config.quantised_checkpoint
         self.nvfp4_experts = config.nvfp4_experts
@@ -72,7 +104,7 @@ class _Loader:
     def add(self, name: str, tensor: Tensor) -> None:
         """Check one tensor, and load it or hold it until its counterparts have been read."""
         if name in self.loaded or name in self.held:
-            raise CheckpointError(f"tensor {name!r} comes twice in the checkpoint")
+            raise CheckpointError(f"tensor {name!r} comes twice in the {self.source}")
         if name in self.specs_by_scale:
             self._add_scale(self.specs_by_scale[name], tensor)
         elif name in self.specs:
@@ -196,26 +228,59 @@ class _Loader:
         self.loaded.update((spec.name,) if scale is None else (spec.name, spec.scale_name))
 
     def _copy(self, spec: TensorSpec, parameter: nn.Parameter, tensor: Tensor, name: str | None = None) -> None:
-        """Copy a tensor into a parameter; SGLang's experts tell the kind of scale by `name` (None: the weight's)."""
-        load = getattr(parameter, "weight_loader", None)
-        if load is None:
-            parameter.data.copy_(tensor)
-        elif spec.expert is not None:
-            load(parameter, tensor, name or spec.name, shard_id=spec.shard, expert_id=spec.expert)
-        elif spec.shard is not None:
-            load(parameter, tensor, spec.shard)
-        else:
-            load(parameter, tensor)
+        self.store(spec, parameter, tensor, name or spec.name)
 
-    def finish(self) -> None:
-        """Raise for tensors that are unknown, missing, unused, or hold values that are not finite."""
-        problems = []
-        if self.unknown:
-            listed = []
-            for name in self.unknown[:_LISTED_AT_MOST]:
-                near = difflib.get_close_matches(name, (*self.specs, *self.specs_by_scale), n=1)
-                listed.append(repr(name) + (f" (did you mean {near[0]!r}?)" if near else ""))
-            problems.append(f"{len(self.unknown)} unknown tensors: {_first(listed, len(self.unknown))}")
+    def finish(self, whole: bool = True) -> None:
+        """Check the tensors that came.
+
+        Args:
+            whole: whether every tensor of the table must have come; else a tensor may be absent, but a weight may not
+                come without its scales, nor a scale without its weight.
+
+        Raises:
+            CheckpointError: tensors are unknown, missing or unused, or hold values that are not finite.
+        """
+        problems = self._unknown_names()
+        missing = self._missing(whole)
+        if missing:
+            problems.append(f"{len(missing)} missing tensors: {_first(missing, len(missing))}")
+        unused = [repr(name) for name in self.held if nvfp4.weight_name(name) in self.loaded]
+        if unused:
+            problems.append(f"{len(unused)} scales of NVFP4 whose weight is not NVFP4: {_first(unused, len(unused))}")
+        if problems:
+            problems.insert(0, f"the {self.source} does not hold the tensors of this config in official names")
+        self._raise(problems + self._wrong_values())
+
+    def check_so_far(self) -> None:
+        """Check names and values of the tensors that came until now.
+
+        Raises:
+            CheckpointError: tensors are unknown, or hold values that are not finite.
+        """
+        self._raise(self._unknown_names() + self._wrong_values())
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise CheckpointError("; ".join(problems))
+
+    def _unknown_names(self) -> list[str]:
+        if not self.unknown:
+            return []
+        listed = []
+        for name in self.unknown[:_LISTED_AT_MOST]:
+            near = difflib.get_close_matches(name, (*self.specs, *self.specs_by_scale), n=1)
+            listed.append(repr(name) + (f" (did you mean {near[0]!r}?)" if near else ""))
+        return [f"{len(self.unknown)} unknown tensors: {_first(listed, len(self.unknown))}"]
+
+    def _wrong_values(self) -> list[str]:
+        wrong = self.values.problems()
+        if not wrong:
+            return []
+        why = ", as a damaged file does; fetch their files again" if self.source == "checkpoint" else ""
+        return [f"{len(wrong)} tensors hold values that are no finite numbers{why}: {_first(wrong, len(wrong))}"]
+
+    def _missing(self, whole: bool) -> list[str]:
+        """Names and shapes of the tensors that have not come; unless `whole`, only counterparts of tensors that did."""
         missing = []
         for spec in self.specs.values():
             if spec.name in self.held:
@@ -227,23 +292,13 @@ class _Loader:
                     missing += [f"{name!r} {shape} {of_weight}" for name, shape in zip(absent, shapes, strict=True)]
                 else:
                     missing.append(f"{spec.scale_name!r} {spec.scale_shape(weight.dtype)} {of_weight}")
-            elif spec.name not in self.loaded:
+            elif spec.name not in self.loaded and (whole or self._has_scale(spec)):
                 missing.append(f"{spec.name!r} {spec.shape}")
-        if missing:
-            problems.append(f"{len(missing)} missing tensors: {_first(missing, len(missing))}")
-        unused = [repr(name) for name in self.held if nvfp4.weight_name(name) in self.loaded]
-        if unused:
-            problems.append(f"{len(unused)} scales of NVFP4 whose weight is not NVFP4: {_first(unused, len(unused))}")
-        if problems:
-            problems.insert(0, "the checkpoint does not hold the tensors of this config in official names")
-        wrong = self.values.problems()
-        if wrong:
-            problems.append(
-                f"{len(wrong)} tensors hold values that are no finite numbers, as a damaged file does; fetch their "
-                f"files again: {_first(wrong, len(wrong))}"
-            )
-        if problems:
-            raise CheckpointError("; ".join(problems))
+        return missing
+
+    def _has_scale(self, spec: TensorSpec) -> bool:
+        names = (spec.scale_name, *nvfp4.scale_names(spec.name)) if spec.may_have_scale else ()
+        return any(name in self.held for name in names)
 
 
 def _dequantise(weight: Tensor, scale: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -273,8 +328,12 @@ def _first(items: list[str], total: int) -> str:
     return ", ".join(items[:_LISTED_AT_MOST]) + rest
 
 
-def _read(weights: Iterable[tuple[str, Tensor]], checkpoint: str) -> Iterator[tuple[str, Tensor]]:
-    """`weights`; an error of the reader becomes one that names the tensors missing from the files in `checkpoint`."""
+def read(weights: Iterable[tuple[str, Tensor]], checkpoint: str) -> Iterator[tuple[str, Tensor]]:
+    """`weights`; an error of the reader becomes one that names the tensors missing from the files in `checkpoint`.
+
+    Raises:
+        CheckpointError: files in the folder are cut short or damaged.
+    """
     try:
         yield from weights
     except CheckpointError:

@@ -207,12 +207,17 @@ def test_embeddings_are_taken(plain_server: Server) -> None:
 
 
 def test_weights_that_do_not_fit_leave_those_of_before(plain_server: Server, tmp_path: Path) -> None:
-    """SGLang writes the weights that fit and then rolls back to the same files; that ended the server."""
+    """SGLang writes the weights that fit and then rolls back to the same files; that ended the server.
+
+    `test_weight_updates` has files of the same config.
+    """
     write_checkpoint(tmp_path, PRESETS["pro-0813"])
     before = known_answer(plain_server)
     body = {"model_path": str(tmp_path)}
     response = requests.post(f"{plain_server.url}/update_weights_from_disk", json=body, timeout=TIMEOUT_S)
-    assert response.status_code == 400 and "were loaded again" in response.json()["message"], response.text
+    assert response.status_code == 400 and "The weights are those of before" in response.json()["message"], (
+        response.text
+    )
     assert known_answer(plain_server) == before
     missing = requests.post(
         f"{plain_server.url}/update_weights_from_disk", json={"model_path": str(tmp_path / "no")}, timeout=TIMEOUT_S

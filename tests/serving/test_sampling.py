@@ -151,17 +151,26 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
         penaltylib.BatchedFrequencyPenalizer,
         penaltylib.BatchedPresencePenalizer,
         penaltylib.BatchedRepetitionPenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
     }
-    none = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+    none = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+    none["stop_token_ids"] = {15}
     answers = [([], {}), ([3, 5, 3, 3], {"frequency_penalty": 0.3}), ([7], {}), ([2, 2], {"presence_penalty": 0.7})]
     answers += [([9, 4, 4], {"repetition_penalty": 1.3, "frequency_penalty": 0.1})]
-    reqs = [SimpleNamespace(output_ids=ids, sampling_params=SimpleNamespace(**none | p)) for ids, p in answers]
+    answers += [([], {"min_new_tokens": 1}), ([6], {"min_new_tokens": 1}), ([6], {"min_new_tokens": 2})]
+    tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None)
+    reqs = [
+        SimpleNamespace(
+            output_ids=ids, eos_token_ids=None, tokenizer=tokenizer, sampling_params=SimpleNamespace(**none | p)
+        )
+        for ids, p in answers
+    ]
     batch = penalties.Rows(reqs, "cpu")  # type: ignore[arg-type]
     info = SimpleNamespace(
         device="cpu", penalizer_orchestrator=penaltylib.BatchedPenalizerOrchestrator(16, batch, kinds)
     )
-    monkeypatch.setattr(penalties, "are_counted_here", lambda device: True)
-    penalties.count_earlier(None, info, batch, 16)  # type: ignore[arg-type]
+    monkeypatch.setattr(live, "_live", object())
+    penalties.complete(None, info, batch, 16)  # type: ignore[arg-type]
     assert info.penalizer_orchestrator.batch is batch
 
     logits = torch.full((len(reqs), 16), 2.0)
@@ -172,7 +181,55 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
         for token in set(ids):
             expected[token] -= p.get("frequency_penalty", 0.0) * ids.count(token) + p.get("presence_penalty", 0.0)
             expected[token] /= p.get("repetition_penalty", 1.0)
+        if len(ids) < p.get("min_new_tokens", 0):
+            expected[15] = -torch.inf
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-6)
+
+
+def test_a_thinking_budget_follows_its_request_through_merges_and_filters() -> None:
+    from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
+
+    start, end = 3, 4
+
+    class Tokenizer:
+        def get_vocab(self) -> dict[str, int]:
+            return {"<think>": start, "</think>": end}
+
+    tokenizer = Tokenizer()
+
+    def batch(*requests: tuple[list[int], int | None]) -> tuple[penalties.Rows, BatchedPenalizerOrchestrator]:
+        reqs = [
+            SimpleNamespace(
+                origin_input_ids=prompt,
+                tokenizer=tokenizer,
+                sampling_params=SimpleNamespace(custom_params=None if n is None else {"thinking_budget": n}),
+            )
+            for prompt, n in requests
+        ]
+        rows = penalties.Rows(reqs, "cpu")  # type: ignore[arg-type]
+        return rows, BatchedPenalizerOrchestrator(8, rows, {penalties.BatchedThinkingBudget})
+
+    def forced(orchestrator: BatchedPenalizerOrchestrator) -> list[bool]:
+        logits = torch.zeros(len(orchestrator.reqs()), 8)
+        orchestrator.accumulate_additive_penalties(logits)
+        only_end = torch.full((8,), -torch.inf).index_fill(0, torch.tensor([end]), 0.0)
+        assert all(torch.equal(row, only_end) or not row.any() for row in logits)
+        return [bool((row == -torch.inf).any()) for row in logits]
+
+    # Two tokens left; no budget; a block that the prompt has closed; a token of the block in the prompt already.
+    first, one = batch(([1, start], 2), ([1, start], None), ([start, 5, end, 6], 0))
+    second, other = batch(([start, 5], 2))
+    one.merge(other)
+    first.reqs += second.reqs
+    assert forced(one) == [False] * 4
+    one.cumulate_output_tokens(torch.tensor([5, 5, 5, 5]))
+    assert forced(one) == [False, False, False, True]
+    first.reqs = [first.reqs[0], first.reqs[3]]
+    one.filter(torch.tensor([0, 3]))
+    one.cumulate_output_tokens(torch.tensor([5, end]))
+    assert forced(one) == [True, False]
+    one.cumulate_output_tokens(torch.tensor([end, 5]))
+    assert forced(one) == [False, False]
 
 
 def test_a_greedy_row_takes_its_largest_logit_where_probabilities_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

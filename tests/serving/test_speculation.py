@@ -7,9 +7,11 @@ speculation is the session's; the servers with it also keep prefixes in host mem
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +36,11 @@ from serving.speculation import (
     random_prompts,
     tokens_a_step,
 )
+from transformers import AutoTokenizer
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.requests.thinking_budget import think_tokens
 
 SLOW_EAGLE = pytest.param("EAGLE", marks=pytest.mark.slow)
 """Among the quick tests `test_replayed_graphs` and `test_draft_tails` have EAGLE."""
@@ -121,8 +125,9 @@ def test_answers_end_inside_a_block(server: Server, speculating: Speculating) ->
             options = {"max_new_tokens": 14, **options}
             assert_same(ask(server, prompts, 4, **options), ask(speculating.server, prompts, 4, **options))
     word = server.generate(prompts[0], max_new_tokens=12)["text"][-4:]
-    options = {"max_new_tokens": 14, "stop": [word]}
-    assert_same(ask(server, prompts[:1], 1, **options), ask(speculating.server, prompts[:1], 1, **options))
+    for options in ({"stop": [word]}, {"stop_regex": re.escape(word)}):
+        options = {"max_new_tokens": 14, **options}
+        assert_same(ask(server, prompts[:1], 1, **options), ask(speculating.server, prompts[:1], 1, **options))
 
 
 def test_grammars_are_kept(server: Server, speculating: Speculating) -> None:
@@ -146,7 +151,12 @@ def test_grammars_are_kept(server: Server, speculating: Speculating) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 40}, {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 40},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 1.0, "top_k": 20, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "min_new_tokens": 5},
+    ],
 )
 def test_seeded_answers_are_the_same_tokens(server: Server, speculating: Speculating, options: dict[str, Any]) -> None:
     if speculating.algorithm == "DSPARK":
@@ -178,11 +188,112 @@ def test_draws_of_the_only_likely_token_are_greedy(server: Server, speculating: 
     assert drawn == [result["output_ids"] for result in plain]
 
 
+FEW = {"logit_bias": {"30": 4.0, "77": 4.2, "500": 4.1, "612": 3.9}}
+"""A bias that makes a random model repeat a few tokens, without which penalties would change nothing."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "min_new_tokens": {"min_new_tokens": 9, "ignore_eos": False, "logit_bias": {"1": 30.0}},
+    "frequency_penalty": {"frequency_penalty": 1.7, **FEW},
+    "presence_penalty": {"presence_penalty": 1.3, **FEW},
+    "repetition_penalty": {"repetition_penalty": 1.4, **FEW},
+    "logit_bias": FEW,
+    "all-of-them": {
+        **{"min_new_tokens": 7, "ignore_eos": False, "logit_bias": {"1": 3.0, **FEW["logit_bias"]}},
+        **{"frequency_penalty": 0.3, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    },
+    "grammar": {"regex": "[a-f]{12,20}", "ignore_eos": False, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
+    "forbidden-tokens": {
+        **{"processor": "DisallowedTokensLogitsProcessor", "custom_params": {"token_ids": [5, 77, 500]}, **FEW},
+    },
+    "no-token-twice": {
+        **{"processor": "DeepseekOCRNoRepeatNGramLogitProcessor", **FEW},
+        "custom_params": {"ngram_size": 1, "window_size": 1000},
+    },
+    "thinking_budget": {"custom_params": {"thinking_budget": 6}},
+}
+"""Everything that changes a token's logits; "no-token-twice" reads the request's answer on the host."""
+WITHOUT: dict[str, dict[str, Any]] = {
+    "grammar": {"regex": "[a-f]{12,20}", "ignore_eos": False},
+    **{name: {} for name in ("min_new_tokens", "logit_bias", "thinking_budget")},
+}
+"""Options whose answer differs from the one with OPTIONS; FEW if none is named."""
+
+
+def answers(server: Server, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+    """Return SGLang's answers to several prompts at once; `processor` is a class of SGLang's."""
+    from sglang.srt.sampling import custom_logit_processor
+
+    processor = options.pop("processor", None)
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **options},
+        "return_logprob": True,
+        "top_logprobs_num": 3,
+    }
+    if processor is not None:
+        body["custom_logit_processor"] = getattr(custom_logit_processor, processor).to_str()
+    response = requests.post(f"{server.url}/generate", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+QUICK_OPTIONS = ("min_new_tokens", "all-of-them", "grammar", "no-token-twice", "thinking_budget")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_OPTIONS else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
+def test_options_have_the_bits_of_a_server_without_drafts(
+    server: Server, speculating: Speculating, checkpoint: Path, name: str
+) -> None:
+    """Penalties were those of a block's first token or none, `min_tokens` was lost, and processors with EAGLE.
+
+    The oracle's drafts are accepted up to every position of a block. Then the same, drawn at a temperature that leaves
+    one token, next to a request that has no option.
+    """
+    options, budget = OPTIONS[name], name == "thinking_budget"
+    prompts = random_prompts(31, [60, 61, 130])
+    start, end = think_tokens(AutoTokenizer.from_pretrained(checkpoint))
+    if budget:
+        prompts = [[*prompt, start] for prompt in prompts]
+    plain = answers(server, prompts, **options)
+    free = answers(server, prompts, **WITHOUT.get(name, FEW))
+    assert [one["output_ids"] for one in plain] != [one["output_ids"] for one in free], "the option changes nothing"
+    speculating.will_answer(prompts, plain)
+    drafted = answers(speculating.server, prompts, **options)
+    assert_same(plain, drafted)
+    tops = [[one["meta_info"]["output_top_logprobs"] for one in results] for results in (plain, drafted)]
+    assert tops[0] == tops[1]
+    assert tokens_a_step(drafted) > 1.4
+    if name == "min_new_tokens":
+        assert [len(one["output_ids"]) for one in drafted] == [10, 10, 10]
+    if budget:
+        assert all(one["output_ids"].index(end) == 6 for one in drafted)
+    other = random_prompts(32, [40])
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(ask, speculating.server, other, 1, max_new_tokens=30)
+        drawn = answers(speculating.server, prompts, **options, temperature=1e-5)
+        assert [one["output_ids"] for one in drawn] == [one["output_ids"] for one in plain]
+        assert_same(ask(server, other, 1, max_new_tokens=30), beside.result())
+
+
+def test_min_p_is_refused_where_it_would_be_ignored(speculating: Speculating) -> None:
+    """DSpark's verification reads top_k and top_p only; EAGLE's tokens are drawn as without drafts on a CPU."""
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 1.0, "min_p": 0.1}}
+    response = requests.post(f"{speculating.server.url}/generate", json=body, timeout=300)
+    assert response.status_code == (400 if speculating.algorithm == "DSPARK" else 200)
+    assert ("min_p" in response.text) == (speculating.algorithm == "DSPARK")
+
+
 @pytest.mark.slow
-def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculating: Speculating) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"frequency_penalty": 1.5, "repetition_penalty": 1.2}], ids=["plain", "penalties"]
+)
+def test_retracted_and_aborted_requests_leave_no_trace(
+    server: Server, speculating: Speculating, options: dict[str, float]
+) -> None:
     """The pool runs out at page boundaries; other requests are aborted, and waiting requests get their slots."""
     prompts = random_prompts(7, [480, 490, 495, 500, 500, 3, 485, 499, 488, 501, 491, 492])
-    plain = ask(server, prompts, 12, max_new_tokens=36)
+    plain = ask(server, prompts, 12, max_new_tokens=36, **options)
     speculating.will_answer(prompts, plain)
     doomed = random_prompts(8, [300, 200, 100, 90])
 
@@ -196,7 +307,7 @@ def test_retracted_and_aborted_requests_leave_no_trace(server: Server, speculati
         request.result()
 
     with ThreadPoolExecutor(20) as pool:
-        running = [pool.submit(speculating.server.generate, prompt, max_new_tokens=36) for prompt in prompts]
+        running = [pool.submit(speculating.server.generate, prompt, max_new_tokens=36, **options) for prompt in prompts]
         for index in range(len(doomed)):
             abort(index)
         drafted = [future.result() for future in running]

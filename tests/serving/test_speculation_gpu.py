@@ -51,6 +51,7 @@ EXACT = "--enable-deterministic-inference"
 SHORT = [1, 3, 126, 127, 128, 150, 165]
 """Lengths of prefills in which no runner of SGLang's orders tokens by atomics; the answers end after a page's end."""
 LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
+PENALTIES = {"frequency_penalty": 1.1, "presence_penalty": 0.3, "repetition_penalty": 1.3, "min_new_tokens": 20}
 GRAPH_LINES = {"EAGLE": ("target verify", "draft decode", "extend step"), "DSPARK": ("target verify", "draft verify")}
 EPILOGUE_LINE = "draft acceptance is captured in the graphs of verify steps"
 
@@ -95,10 +96,12 @@ def test_replays_are_what_was_recorded(checkpoint: Path, algorithm: str) -> None
         refused = ask(eager.server, prompts, 1, max_new_tokens=100)
         eager.will_answer(prompts, refused)
         accepted = ask(eager.server, prompts, 1, max_new_tokens=100)
+        penalised = ask(eager.server, prompts[:2], 1, max_new_tokens=60, **PENALTIES)
     with serving(checkpoint, "graphs", algorithm, *GRAPHS) as graphs:
         assert tokens(ask(graphs.server, prompts, 1, max_new_tokens=100)) == tokens(refused)
         graphs.will_answer(prompts, refused)
         again = ask(graphs.server, prompts, 1, max_new_tokens=100)
+        assert tokens(ask(graphs.server, prompts[:2], 1, max_new_tokens=60, **PENALTIES)) == tokens(penalised)
         log = graphs.server.log
     assert tokens(again) == tokens(accepted)
     assert tokens_a_step(again) > 1 + 0.25 * ALGORITHMS[algorithm][1]

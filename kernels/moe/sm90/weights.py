@@ -77,8 +77,8 @@ class HopperExperts:
 def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = False) -> HopperMatrix:
     """One matrix in the kernel's layout.
 
-    In place, the new codes overwrite the given codes. Shifts overwrite the first half of an expert's scales, and
-    factors the next `128 / K` of them. Temporary memory is needed for two experts at a time.
+    In place, the new codes overwrite the given codes. Shifts overwrite the first half of an expert's scales, factors
+    the next `128 / K` of them, and zeros the rest. Temporary memory is needed for two experts at a time.
 
     Args:
         codes: int8 or uint8 [E, rows, K / 2], contiguous, the even column in the low nibble.
@@ -116,7 +116,48 @@ def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = Fal
         new_shifts[some] = _shift_words(shifts).view(torch.uint8).view(new_shifts[some].shape)
         factors[some] = torch.ldexp(torch.ones_like(base, dtype=torch.float32), base - UE8M0_BIAS + SMALLEST_SCALE)
         rounded += changed
+    if in_place:
+        bytes_[:, end + 4 * rows :] = 0  # the same weights have the same bytes, wherever they come from
     return HopperMatrix(new_codes, new_shifts, factors, rounded)
+
+
+def in_checkpoint_order(codes: Tensor, scale: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
+    """(codes uint8 [E, rows, K / 2], scale bytes uint8 [E, rows, K / 32]) whose arrangement are the given bytes.
+
+    The inverse of `arrange` in place. Scales of groups of zeros, and codes that `arrange` rounded, are not those of the
+    checkpoint; arranged again they give the same bytes.
+
+    Args:
+        codes, scale: as `arrange` left them, in the shapes of its arguments.
+        gate_up: as for `arrange`.
+    """
+    experts, rows, half = codes.shape
+    tiles, k = (rows // TILE_ROWS, 2 * half // STEP), 2 * half
+    bytes_ = scale.view(torch.uint8).view(experts, -1)
+    end = bytes_.shape[1] // 2
+    factors = bytes_[:, end : end + 4 * rows].contiguous().view(torch.float32)
+    base = torch.frexp(factors).exponent - 1 + UE8M0_BIAS - SMALLEST_SCALE
+    # E, tile, step, unit, pair, g, t, group, row half -> E, tile, unit, row half, g, step, pair, group, t
+    words = codes.reshape(experts, -1).view(torch.int32).view(experts, *tiles, UNITS, 2, UNIT_ROWS // 2, 4, 2, 2)
+    words = words.permute(0, 1, 3, 8, 5, 2, 4, 7, 6)
+    halves = [
+        torch.stack(
+            [(words >> (16 * part + 4 * i) & 7) | (words >> (8 * i + (3 if part else 7)) & 1) << 3 for i in range(4)],
+            -1,
+        )
+        for part in range(2)
+    ]
+    nibbles = torch.stack(halves, -3).reshape(experts, rows, k)
+    # E, tile, step, unit, g -> E, tile, unit, g, step
+    words = bytes_[:, :end].contiguous().view(torch.int32).view(experts, *tiles, UNITS, UNIT_ROWS // 2)
+    words = words.permute(0, 1, 3, 4, 2)
+    halves = [torch.stack([words >> (4 * (2 * group + part)) & 15 for group in range(4)], -1) for part in range(2)]
+    shifts = torch.stack(halves, 3).reshape(experts, rows, k // 32)
+    order = _row_order(rows, gate_up, codes.device)
+    in_order = torch.empty_like(nibbles), torch.empty_like(shifts)
+    in_order[0][:, order], in_order[1][:, order] = nibbles, shifts + base[..., None]
+    nibbles, scales = in_order
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).to(torch.uint8), scales.to(torch.uint8)
 
 
 def _row_order(rows: int, gate_up: bool, device: torch.device) -> Tensor:

@@ -430,6 +430,31 @@ def decoded(matrix: arrangement.HopperMatrix, row: int, k: int) -> float:
     return (-1) ** sign * magnitude * 2.0 ** (shift - 5) * float(matrix.factors[0, row])
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("gate_up", [False, True])
+def test_an_arrangement_can_be_undone(gate_up: bool, wide: bool) -> None:
+    """Codes come back, and scales of groups that are not zero; arranged again they give the same bytes.
+
+    `wide`: also rows of zeros, groups of zeros, and scales so far below their row's largest that codes are rounded.
+    """
+    packed = packed_experts(3, 512, 256)
+    codes, scale = (packed.w13, packed.w13_scale) if gate_up else (packed.w2, packed.w2_scale)
+    codes, bytes_ = codes.clone(), scale.view(torch.uint8).clone()
+    if wide:
+        codes[0, 0] = 0
+        codes[1, :, :16] = 0
+        bytes_[2, 5:9, 1] = 3
+        bytes_[2, 9] = torch.randint(1, 8, bytes_[2, 9].shape, generator=torch.Generator().manual_seed(1))
+    given = codes.clone().view(torch.uint8), bytes_.clone()
+    arrangement.arrange(codes, bytes_, gate_up=gate_up, in_place=True)
+    back = arrangement.in_checkpoint_order(codes, bytes_, gate_up=gate_up)
+    if not wide:
+        assert torch.equal(back[0], given[0]) and torch.equal(back[1], given[1])
+    again = back[0].clone().view(torch.int8), back[1].clone()
+    assert arrangement.arrange(*again, gate_up=gate_up, in_place=True).rounded == 0
+    assert torch.equal(again[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(again[1], bytes_)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_every_weight_lies_where_a_lane_looks(in_place: bool) -> None:
     packed = packed_experts(2, 256, 256)

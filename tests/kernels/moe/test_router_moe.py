@@ -9,7 +9,8 @@ import torch
 
 from dsv4_kernels.moe import experts_forward, swiglu
 from dsv4_kernels.quant import fp8_qdq
-from dsv4_kernels.router import route_hash, route_topk
+from dsv4_kernels.reference.batch_invariant import tree_sum
+from dsv4_kernels.router import route_hash, route_hash_logits, route_topk, route_topk_logits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -60,6 +61,31 @@ def test_large_logits_stay_finite() -> None:
     assert experts.tolist() == [[0, 2]]
     expected = torch.tensor([math.sqrt(1000.0), math.sqrt(50.0)])
     assert torch.allclose(weights[0], expected / expected.sum(), rtol=1e-6)
+
+
+ENDS = (-3.4e38, -1e4, -104.0, -103.0, -80.0, -57.0, -40.0, 0.0, 57.0, 1e4, 3.4e38)
+"""Logits at the ends of fp32 and of exp: from -104 down exp and with it the score is 0, from about -57 down a sum of
+scores is so small that LEAST_SUM counts."""
+
+
+@pytest.mark.parametrize("logit", ENDS, ids="{:g}".format)
+def test_weights_are_finite_whatever_the_logits(logit: float) -> None:
+    """The weights of scores that are all 0 were 0 / 0; the hash router does not look at the scores that it divides."""
+    logits = torch.full((2, 8), logit)
+    logits[1, 3] = -logit
+    table = torch.arange(6).expand(1, 6)
+    by_score, experts = route_topk_logits(logits, torch.zeros(8), 6, 1.5)
+    by_id, _ = route_hash_logits(logits, table, torch.zeros(2, dtype=torch.int64), 1.5)
+    for weights, chosen in ((by_score, experts.long()), (by_id, table.expand(2, 6))):
+        assert weights.isfinite().all()
+        scores = torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs()))).gather(1, chosen)
+        sums = weights.sum(1)
+        vanished = scores.sum(1) == 0
+        assert (sums[vanished] == 0).all()
+        large = scores.sum(1) >= 2.0**-41
+        assert torch.allclose(sums[large], torch.full_like(sums[large], 1.5), rtol=1e-6)
+        # Same bits as without LEAST_SUM, except where the sum is tiny.
+        assert torch.equal(weights[large], (scores / tree_sum(scores, 1).unsqueeze(1) * 1.5)[large])
 
 
 @DTYPES

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 Checkpoint = dict[str, Tensor]
@@ -53,3 +57,18 @@ def with_last(tensor: Tensor, value: float) -> Tensor:
 
 def e8m0(byte: int) -> Callable[[Tensor], Tensor]:
     return lambda scale: with_last(scale.view(torch.uint8), byte).view(torch.float8_e8m0fnu)
+
+
+@contextmanager
+def changed_tensor(folder: Path, name: str) -> Iterator[Tensor]:
+    """Yield a tensor of a checkpoint's files, to be changed in place, and write its file again afterwards."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as shard:
+            if name not in shard.keys():
+                continue
+            metadata = shard.metadata()
+        tensors = load_file(file)
+        yield tensors[name]
+        save_file(tensors, file, metadata=metadata)
+        return
+    raise KeyError(f"{folder} has no tensor {name}")

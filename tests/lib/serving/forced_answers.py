@@ -29,7 +29,7 @@ def hooked(*modules: str) -> Iterator[None]:
     from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "_launched", bool(modules))
+        patch.setattr(live, "_answers_clients", bool(modules))
         for hook in HOOKS:
             module = hook.function.split(":")[0].rpartition(".")[2]
             if hook.process is Process.LAUNCHER and hook.kind in IN_REGISTRY and module in ("tool_calls", "responses"):

@@ -24,7 +24,7 @@ LEFT_OUT = {
     "/continue_generation": "belongs to the route above",
     "/release_memory_occupation": "frees the pools until the server is told to allocate them again",
     "/resume_memory_occupation": "belongs to the route above",
-    "/update_weights_from_tensor": "pickles of a trainer, which may write any weights",
+    "/update_weights_from_tensor": "pickles of a trainer; test_weight_updates has it",
     "/update_weights_from_ipc": "as the route above",
     "/init_weights_update_group": "waits for a trainer at an address",
     "/init_weights_send_group_for_remote_instance": "as the route above",

@@ -25,6 +25,7 @@ from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 OPTIMISTIC = ("--schedule-conservativeness", "0.01")
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", *OPTIMISTIC)
+FLAGS += ("--enable-custom-logit-processor",)
 HOST_TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
 HOST_TIERS += ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
 # Both have the same target: random weights of the draft are drawn after those of the target, from the same seed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
+from sglang_dsv4.weights.host_part import Part
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -61,6 +63,11 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedExperts]:
 
 def load(layer: PackedExperts) -> None:
     """Load as the loader does: one tensor after the other, w3 before w1, then the call after loading."""
+    load_without_end(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def load_without_end(layer: PackedExperts) -> None:
     packed = random_experts(EXPERTS, D, CHANNELS)
     for expert in reversed(range(EXPERTS)):
         for shard, matrix, rows in (("w3", "w13", slice(CHANNELS, None)), ("w2", "w2", slice(None)),
@@ -68,7 +75,6 @@ def load(layer: PackedExperts) -> None:
             for suffix, tensors in (("", getattr(packed, matrix)), ("_scale_inv", getattr(packed, f"{matrix}_scale"))):
                 parameter = getattr(layer, f"{matrix}_weight{suffix}")
                 parameter.weight_loader(parameter, tensors[expert, rows], "a name", shard_id=shard, expert_id=expert)
-    layer.quant_method.process_weights_after_loading(layer)
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +121,49 @@ def test_loading_again_gives_the_same(rank: Callable[..., PackedExperts]) -> Non
     load(layer)
     assert same_bits(forward(layer), before)
     assert pointers == [parameter.data_ptr() for parameter in layer.parameters()]  # CUDA graphs read these addresses
+
+
+MATRICES = {"w1": ("w13", slice(0, CHANNELS)), "w2": ("w2", slice(None)), "w3": ("w13", slice(CHANNELS, None))}
+
+
+@pytest.mark.parametrize("chosen", [("w1",), ("w3",), ("w2",), ("w3", "w1"), ("w1", "w2", "w3")], ids="+".join)
+@pytest.mark.parametrize("parallel", [{}, {"tp_size": 2, "tp_rank": 1}, {"ep_size": 2, "ep_rank": 1}], ids=str)
+def test_a_weight_update_of_some_matrices(
+    rank: Callable[..., PackedExperts], parallel: dict[str, int], chosen: tuple[str, ...]
+) -> None:
+    """The bytes are those of a load with these matrices changed, at the same addresses; undone, those of before."""
+    layer, packed = rank(**parallel), random_experts(EXPERTS, D, CHANNELS)
+
+    def new(expert: int, shard: str) -> tuple[Tensor, Tensor]:
+        matrix, rows = MATRICES[shard]
+        return getattr(packed, matrix)[expert - 1, rows], getattr(packed, f"{matrix}_scale")[expert - 1, rows]
+
+    def each(do: Callable[[Tensor, Tensor, str, str, int], None]) -> None:
+        for expert in (3, 1, 0):
+            for shard in chosen:
+                for suffix, tensor in zip(("", "_scale_inv"), new(expert, shard), strict=True):
+                    do(getattr(layer, f"{MATRICES[shard][0]}_weight{suffix}"), tensor, "a name", shard, expert)
+
+    parts: dict[str, Part] = {}
+    each(partial(layer.stage, parts))
+    before = [bytes_of(parameter) for parameter in layer.parameters()]
+    pointers = [parameter.data_ptr() for parameter in layer.parameters()]
+    for part in parts.values():
+        part.exchange()
+    found = [bytes_of(parameter) for parameter in layer.parameters()]
+    assert pointers == [parameter.data_ptr() for parameter in layer.parameters()]
+    for part in parts.values():
+        part.exchange()
+    assert all(map(torch.equal, (bytes_of(parameter) for parameter in layer.parameters()), before))
+    load_without_end(layer)
+    each(layer.weight_loader)
+    layer.arrange()
+    assert all(map(torch.equal, (bytes_of(parameter) for parameter in layer.parameters()), found))
+    assert not all(map(torch.equal, found, before))
+
+
+def bytes_of(parameter: Tensor) -> Tensor:
+    return parameter.detach().view(torch.uint8).clone()
 
 
 def test_weights_are_rearranged_in_place(rank: Callable[..., PackedExperts]) -> None:
@@ -164,12 +213,6 @@ def test_rounded_codes_are_logged(rank: Callable[..., PackedExperts], caplog: py
     with caplog.at_level(logging.WARNING):
         layer.arrange()
     assert "codes were rounded" in caplog.text and "marlin keeps them" in caplog.text
-
-
-def load_without_end(layer: PackedExperts) -> None:
-    arranged, layer.arrange = layer.arrange, lambda: None
-    load(layer)
-    layer.arrange = arranged
 
 
 class Summed(nn.Module):

@@ -28,7 +28,6 @@ from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import HEADER, RecordFiles
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
-from sglang_dsv4.prefix.prefix_cache import suspend_without_flush
 from sglang_dsv4.prefix.storage_tier import PrefetchOptions, page_key, tail_key
 
 PROMPT = some(random.Random(1), 5 * PAGE + 100)
@@ -383,29 +382,6 @@ def test_a_flush_while_a_prefix_is_read(backend: Backend) -> None:
     engine.flush()
     engine.check_idle()
     assert admit(engine, PROMPT).hit_tokens == 5 * PAGE
-
-
-@pytest.mark.parametrize(("flushes", "flushed"), [(True, True), (True, False), (False, True)])
-def test_other_weights_without_a_flush_write_nothing(backend: Backend, flushes: bool, flushed: bool) -> None:
-    """Their pages have no identity: they are neither written nor mixed with stored pages, until a flush."""
-    filled(WritePolicy.WRITE_THROUGH, backend)
-    known = dict(backend.records)
-    engine = stored(WritePolicy.WRITE_THROUGH, backend)
-    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=engine.cache))
-    suspend_without_flush((flushed, ""), updater, SimpleNamespace(flush_cache=flushes), True, "")
-    engine.prefixes = Names(PROMPT)
-    is_on = flushes and flushed
-    again = admit(engine, PROMPT)
-    assert again.hit_tokens == (5 * PAGE if is_on else 0)
-    engine.prefill_chunk(again)
-    engine.finish(again)
-    engine.run(OTHERS[5], [7])
-    engine.settle()
-    assert (backend.records == known) is not is_on
-    engine.flush()
-    engine.run(OTHERS[4], [7])
-    engine.check_idle()
-    assert len(backend.records) > len(known)
 
 
 def test_a_storage_backend_that_cannot_be_written_costs_nothing_else(policy: WritePolicy) -> None:

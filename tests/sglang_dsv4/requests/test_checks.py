@@ -15,7 +15,7 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
         origin_input_ids=ids,
         input_embeds=None,
         vocab_size=1024,
-        sampling_params=SimpleNamespace(stop_token_ids=stop, sampling_seed=None, top_k=50),
+        sampling_params=SimpleNamespace(stop_token_ids=stop, sampling_seed=None, top_k=50, min_p=0.0),
         logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
     )
 

@@ -29,6 +29,7 @@ CONFIG = SimpleNamespace(dtype="bfloat16")
 
 def test_a_cpu_user_needs_no_flags() -> None:
     assert defaults.default_arguments(arguments(), CONFIG) == {
+        "enable_cache_report": True,
         "radix_cache_backend": "dsv4",
         "kv_cache_dtype": "bfloat16",
         "max_total_tokens": 65536,
@@ -56,7 +57,10 @@ def test_cores_are_shared_out_among_ranks(ranks: int, cores: list[int], expected
 
 
 def test_a_gpu_keeps_sglangs_sizes() -> None:
-    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {"radix_cache_backend": "dsv4"}
+    assert defaults.default_arguments(arguments(device="cuda"), CONFIG) == {
+        "radix_cache_backend": "dsv4",
+        "enable_cache_report": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,14 @@ def test_a_cpu_has_memory_whatever_the_chunk(chunk: int, resolved: Callable[...,
     """SGLang subtracts 1.5 MB for each of 16,384 tokens: with -1 the fraction was below 0 on 24 GB."""
     assert resolved(chunked_prefill_size=chunk).mem_fraction_static == defaults.CPU_MEM_FRACTION_STATIC
     assert resolved(chunked_prefill_size=chunk, mem_fraction_static=0.3).mem_fraction_static == 0.3
+
+
+def test_an_unknown_word_of_a_switch_stops_the_launcher(
+    resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DSV4_TOOL_CALLS", "mend")
+    with pytest.raises(ValueError, match=r"SGLANG_DSV4_TOOL_CALLS.*repair"):
+        resolved()
 
 
 def test_sglang_does_not_replace_a_page_size_silently(resolved: Callable[..., Any]) -> None:

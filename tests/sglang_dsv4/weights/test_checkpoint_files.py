@@ -111,6 +111,26 @@ def test_sglang_asks_us_before_it_fills_anything_in(folder: Path) -> None:
         resolve(folder)
 
 
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_a_config_saved_by_transformers_is_refused_by_name(folder: Path, name: str) -> None:
+    """It passed our check, and SGLang failed on it. The error gives the release's fields, with which it is served."""
+    from transformers import DeepseekV4Config
+
+    released = RELEASED[name]
+    DeepseekV4Config(**released).save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text()) | {"architectures": released["architectures"]}
+    write_config(folder, saved)
+    with pytest.raises(CheckpointFileError, match="was saved by transformers: it has layer_types") as error:
+        check_checkpoint(arguments(folder))
+    theirs = {"layer_types", "compress_rates", "mlp_layer_types", "rope_parameters"}
+    fields = json.loads(str(error.value).split("release's: ")[1])
+    assert fields["num_hash_layers"] == released["num_hash_layers"]
+    write_config(folder, {key: value for key, value in saved.items() if key not in theirs} | fields)
+    check_checkpoint(arguments(folder))
+    repaired = Config.from_hf(stated(json.loads((folder / "config.json").read_text())))
+    assert repaired.schedule == Config.from_hf(stated(released)).schedule
+
+
 def test_a_config_that_was_not_found_at_first_is_checked_with_sglangs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,83 @@
+"""Weight updates in the process that answers clients: versions, retries, and the route that drops an update.
+
+* A bucket's `weight_version` is reported once the update has ended, not when the bucket came.
+* The scheduler may still be finishing its last step when it is asked to exchange weights: it is asked again.
+* `POST /abandon_weight_update` drops an update that its trainer will not end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_dsv4.seam.compat import is_ours
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+BUSY = "Requests are running"
+"""Beginning of the scheduler's answer while requests are running; see `session`."""
+ABANDON = "sglang_dsv4: abandon the weight update"
+"""`rid` of a request to end an update that drops it."""
+ASK_FOR_S = 5.0
+"""How long the scheduler is asked again; a step takes some milliseconds."""
+_PAUSE_S = 0.05
+
+
+def hold_version(manager: TokenizerManager, obj: Any, *args: object) -> None:
+    """Before a bucket is sent to the scheduler: keep its weight version until the update ends."""
+    if _is_ours(manager) and obj.weight_version is not None:
+        manager.dsv4_weight_version, obj.weight_version = obj.weight_version, None
+
+
+async def end(original: Callable[..., Awaitable[tuple[bool, str]]], manager: TokenizerManager, *args: Any) -> tuple:
+    """The answer to `/end_weight_update`; the version of the buckets is set if their weights serve."""
+    success, message = await _ask(original, manager, *args)
+    if not success and message.startswith(BUSY):
+        return success, message  # the update is still open
+    version = getattr(manager, "dsv4_weight_version", None)
+    if version is not None:
+        manager.dsv4_weight_version = None
+        if success and args[0].rid != ABANDON:
+            from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+            await manager.update_weight_version(UpdateWeightVersionReqInput(new_version=version))
+            message += f" Weight version updated to {version}."
+    return success, message
+
+
+async def from_files(original: Callable[..., Awaitable[tuple]], manager: TokenizerManager, *args: Any) -> tuple:
+    """The answer to `/update_weights_from_disk`."""
+    return await _ask(original, manager, *args)
+
+
+async def _ask(original: Callable[..., Awaitable[tuple]], manager: TokenizerManager, *args: Any) -> tuple:
+    """The scheduler's answer; it is asked again for `ASK_FOR_S` while requests are running."""
+    for _ in range(int(ASK_FOR_S / _PAUSE_S)):
+        answer = await original(manager, *args)
+        if answer[0] or not answer[1].startswith(BUSY):
+            break
+        await asyncio.sleep(_PAUSE_S)
+    return answer
+
+
+def add_route(result: None, manager: TokenizerManager, *args: object, **kwargs: object) -> None:
+    """After ``TokenizerManager.__init__``: serve `/abandon_weight_update`, with the rights of `/end_weight_update`."""
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")  # an Engine without HTTP has none
+    if server is None or not _is_ours(manager):
+        return
+    from fastapi.responses import JSONResponse
+    from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    @server.app.post("/abandon_weight_update", response_model=None)
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def abandon_weight_update() -> object:
+        success, message = await manager.end_weight_update(EndWeightUpdateReqInput(rid=ABANDON))
+        return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+
+def _is_ours(manager: TokenizerManager) -> bool:
+    return is_ours(getattr(manager.model_config.hf_config, "architectures", None))

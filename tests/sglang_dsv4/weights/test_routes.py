@@ -1,0 +1,116 @@
+"""Weight updates in the process that answers clients: the scheduler is asked again, versions wait for their weights."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import (
+    EndWeightUpdateReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
+
+from sglang_dsv4.weights import routes
+from sglang_dsv4.weights.routes import ABANDON, BUSY
+
+BUSY_ANSWER = (False, f"{BUSY}: wait for them")
+DONE = (True, "2 tensors of the target serve.")
+
+
+class Manager(SimpleNamespace):
+    """SGLang's tokenizer manager, as far as the routes use it; the scheduler gives the answers in turn."""
+
+    def __init__(self, *answers: tuple[bool, str], architecture: str = "DeepseekV4ForCausalLM") -> None:
+        super().__init__(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])))
+        self.answers, self.asked, self.versions = list(answers), 0, []
+
+    async def answer(self, manager: Any, *args: Any) -> tuple[bool, str]:
+        self.asked += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    async def update_weight_version(self, request: UpdateWeightVersionReqInput) -> None:
+        self.versions.append(request.new_version)
+
+    def end(self, rid: str | None = None) -> tuple[bool, str]:
+        return asyncio.run(routes.end(self.answer, self, EndWeightUpdateReqInput(rid=rid), None))
+
+    def bucket(self, version: str | None) -> UpdateWeightsFromTensorReqInput:
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], weight_version=version)
+        routes.hold_version(self, request, None)
+        return request
+
+
+def test_the_scheduler_is_asked_again_while_requests_run() -> None:
+    manager = Manager(BUSY_ANSWER, BUSY_ANSWER, DONE)
+    assert manager.end() == DONE and manager.asked == 3
+
+
+def test_a_failure_is_answered_at_once() -> None:
+    manager = Manager((False, "1 missing tensors"), DONE)
+    assert not manager.end()[0] and manager.asked == 1
+
+
+def test_it_is_asked_for_some_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "ASK_FOR_S", 0.1)
+    manager = Manager(BUSY_ANSWER)
+    assert manager.end() == BUSY_ANSWER and manager.asked == 2
+
+
+def test_a_version_waits_for_the_end() -> None:
+    manager = Manager(DONE)
+    assert manager.bucket("a").weight_version is None and manager.bucket(None).weight_version is None
+    assert manager.versions == []
+    success, message = manager.end()
+    assert success and message.endswith("Weight version updated to a.") and manager.versions == ["a"]
+    assert manager.end() == DONE and manager.versions == ["a"]
+
+
+def test_a_version_is_kept_while_the_update_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "ASK_FOR_S", 0.05)
+    manager = Manager(BUSY_ANSWER, DONE)
+    manager.bucket("b")
+    assert manager.end() == BUSY_ANSWER and manager.versions == []
+    assert manager.end()[0] and manager.versions == ["b"]
+
+
+@pytest.mark.parametrize(("answer", "rid"), [((False, "NaN"), None), (DONE, ABANDON)], ids=["failed", "abandoned"])
+def test_a_version_goes_with_its_update(answer: tuple[bool, str], rid: str | None) -> None:
+    manager = Manager(answer)
+    manager.bucket("c")
+    manager.end(rid)
+    manager.answers = [DONE]
+    assert manager.end() == DONE and manager.versions == []
+
+
+def test_another_model_s_versions_are_sglang_s() -> None:
+    assert Manager(DONE, architecture="LlamaForCausalLM").bucket("d").weight_version == "d"
+
+
+def test_files_are_asked_for_again() -> None:
+    manager = Manager((False, f"{BUSY}: wait", 0), (True, "done", 0))
+    assert asyncio.run(routes.from_files(manager.answer, manager, None)) == (True, "done", 0)
+
+
+def test_the_route_that_drops_an_update_is_in_the_servers_own_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A route whose types FastAPI can't resolve leaves the server without its OpenAPI document."""
+    from fastapi import FastAPI
+
+    app, manager = FastAPI(), Manager(DONE)
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=app))
+    sent = []
+
+    async def ended(request: EndWeightUpdateReqInput) -> tuple[bool, str]:
+        sent.append(request.rid)
+        return len(sent) == 1, "a message"
+
+    manager.end_weight_update = ended
+    routes.add_route(None, manager)
+    routes.add_route(None, Manager(DONE, architecture="LlamaForCausalLM"))
+    assert "/abandon_weight_update" in app.openapi()["paths"]
+    (route,) = [route for route in app.routes if route.path == "/abandon_weight_update"]
+    assert [asyncio.run(route.endpoint()).status_code for _ in range(2)] == [200, 400]
+    assert sent == [ABANDON] * 2
