@@ -41,6 +41,12 @@ def other_than(*allowed: object) -> Predicate:
     return lambda value: value not in allowed
 
 
+def asks_for_prefill_graphs(config: Any) -> bool:  # JSON of the user, or what SGLang has made of all flags
+    """True if the user's JSON has a backend for graphs of prefills."""
+    prefill = config.get("prefill", {}) if isinstance(config, dict) else {}
+    return prefill.get("backend", "disabled") != "disabled"
+
+
 def flags(names: str, is_refused: Predicate, why: str) -> tuple[Refusal, ...]:
     """Refusals of several flags, divided by spaces, for one reason."""
     return tuple(Refusal(name, is_refused, why) for name in names.split())
@@ -54,6 +60,7 @@ OUR_ATTENTION = "this package's kernels compute the attention; SGLANG_DSV4_ATTEN
 OUR_LOADER = "weights are read from safetensors files and rearranged once; leave it out"
 ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
 NOT_REPORTED = "the model does not report it; leave it out"
+NO_PREFILL_GRAPHS = "prefills run without CUDA graphs; leave it out"
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
 OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
 OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
@@ -83,7 +90,7 @@ REFUSALS = (
     *flags("--enable-eplb --enable-elastic-expert-backup --enable-waterfill", bool, RANKS_ARE_FIXED),
     *flags("--ep-num-redundant-experts", above(0), RANKS_ARE_FIXED),
     *flags("--ep-dispatch-algorithm --max-ep-size --elastic-ep-initial-size", other_than(None), RANKS_ARE_FIXED),
-    Refusal("--elastic-ep-backend", other_than(None, "none"), RANKS_ARE_FIXED),
+    Refusal("--elastic-ep-backend", other_than(None), RANKS_ARE_FIXED),  # "none" is not None: SGLang would start it
     Refusal("--elastic-ep-join-mode", other_than(None), RANKS_ARE_FIXED, "ep_join_mode"),
     Refusal("--init-expert-location", other_than("trivial"), RANKS_ARE_FIXED),
     Refusal("--expert-distribution-recorder-mode", other_than(None), NOT_REPORTED),
@@ -92,11 +99,19 @@ REFUSALS = (
     Refusal("--enable-fused-moe-sum-all-reduce", bool, "ranks are summed once, after the experts; leave it out"),
     Refusal("--enable-paged-experts", bool, ON_THE_DEVICE),
     Refusal("--kt-weight-path", other_than(None), ON_THE_DEVICE),
+    Refusal(
+        "--schedule-policy",
+        lambda name: name == "priority",
+        "SGLang's scheduler does not know the name; use --enable-priority-scheduling",
+    ),
     # ---- forwards
     *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),
     Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
     *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
     *flags("--enable-nvidia-megakernel --enable-amd-monokernel", bool, "this package's kernels compute the model"),
+    Refusal("--cuda-graph-config", asks_for_prefill_graphs, NO_PREFILL_GRAPHS),
+    Refusal("--cuda-graph-backend-prefill", other_than(None, "disabled"), NO_PREFILL_GRAPHS),
+    Refusal("--cuda-graph-prefill-max-context", other_than(None), NO_PREFILL_GRAPHS),
     Refusal("--enable-torch-compile", bool, "this package's kernels are compiled ahead; leave it out"),
     *flags(
         "--prefill-attention-backend --decode-attention-backend",
@@ -125,6 +140,7 @@ REFUSALS = (
     Refusal(
         "--hicache-host-memory-fraction", other_than(None, 0.8), "give the size by --hicache-ratio or --hicache-size"
     ),
+    Refusal("--hicache-storage-backend", lambda name: name == "sim", "it keeps no bytes; `file` needs nothing else"),
     Refusal("--enable-streaming-session", bool, "a session's rows are not kept"),
     Refusal("--radix-cache-backend", other_than(None, NAME), OUR_CACHE),
     *flags("--enable-unified-memory --enable-page-major-kv-layout --enable-hisparse", bool, OUR_CACHE),
@@ -138,9 +154,9 @@ REFUSALS = (
     *flags("--modelopt-quant --custom-weight-loader", other_than(None), OUR_LOADER),
     *flags("--quantize-and-serve --remote-instance-weight-loader-start-seed-via-transfer-engine", bool, OUR_LOADER),
     Refusal("--startup-weight-load-mode", other_than("serial"), OUR_LOADER),
+    Refusal("--weight-loader-disable-mmap", bool, "safetensors reads the experts' scales (F8_E8M0) through mmap only"),
     Refusal("--weight-cache-mode", other_than("off"), OUR_LOADER),
-    Refusal("--enable-lora", bool, "the model has no place for adapters"),
-    Refusal("--lora-paths", bool, "the model has no place for adapters"),
+    *flags("--enable-lora --lora-paths --enable-lora-overlap-loading", bool, "the model has no place for adapters"),
     # ---- requests and answers
     Refusal("--tokenizer-worker-num", above(1), f"{OTHER_PROCESSES}; leave it out"),
     *flags("--smg-grpc-mode --grpc-mode", bool, OUR_CHECKS),
@@ -150,6 +166,11 @@ REFUSALS = (
         "--enable-encoder-swa-bounded-replay --enable-decoder-swa-bounded-replay",
         bool,
         "it belongs to DeepSeek-V4.1; a tail holds the window rows of a prefix",
+    ),
+    *flags(
+        "--debug-tensor-dump-output-folder --debug-tensor-dump-input-file",
+        other_than(None),
+        "a layer's result is not one tensor; SGLANG_DSV4_COMPARE_ATTENTION writes the attention's",
     ),
     # ---- disaggregation
     Refusal(
@@ -167,6 +188,12 @@ REFUSALS = (
     Refusal("--speculative-draft-kv-cache-dtype", other_than(None, "auto"), OUR_DRAFT),
     *flags("--speculative-adaptive --enable-multi-layer-eagle", bool, OUR_DRAFT),
     Refusal("--speculative-moe-a2a-backend", other_than(None, "none"), OUR_DRAFT),
+)
+
+ON_A_CPU = (
+    Refusal("--speculative-use-rejection-sampling", bool, "drafts are accepted by the target's probabilities"),
+    Refusal("--enable-strict-thinking", bool, "SGLang applies its mask of tokens by a GPU kernel"),
+    Refusal("--enable-forward-pass-metrics", bool, "SGLang times forwards by a GPU's events"),
 )
 
 
@@ -193,24 +220,20 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         )
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
-    if arguments.device == "cpu" and arguments.speculative_use_rejection_sampling:
-        raise ValueError(
-            "sglang-dsv4 does not support --speculative-use-rejection-sampling on a CPU: leave the flag out, drafts "
-            "are accepted by the target's probabilities"
-        )
 
 
 def refuse(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for a flag of :data:`REFUSALS`.
+    """Raise for a flag of :data:`REFUSALS`, and on a CPU for one of :data:`ON_A_CPU`.
 
     Raises:
         ValueError: names the flag, its value and why.
     """
-    for refusal in REFUSALS:
+    for refusal in (*REFUSALS, *(ON_A_CPU if arguments.device == "cpu" else ())):
         value = getattr(arguments, refusal.argument)
         if refusal.is_refused(value):
             shown = refusal.flag if value is True else f"{refusal.flag} {value}"
-            raise ValueError(f"sglang-dsv4 does not support {shown}: {refusal.why}")
+            where = " on a CPU" if refusal in ON_A_CPU else ""
+            raise ValueError(f"sglang-dsv4 does not support {shown}{where}: {refusal.why}")
 
 
 def refuse_other_quantization(arguments: Any, hf_config: Any) -> None:  # ServerArgs as the user gave them

@@ -45,12 +45,16 @@ _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
 
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs afterwards."""
+    """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs afterwards.
+
+    Raises:
+        ValueError: the user asks for graphs of decode steps, which can't be captured; names the ops.
+    """
     from sglang_dsv4.attention import comparison
     from sglang_dsv4.layers import finite
 
     arguments = compat.resolving_view(server_args)
-    hf_config = compat.model_config_of(server_args).hf_config
+    hf_config, uncapturable = compat.model_config_of(server_args).hf_config, []
     if compat.is_ours(hf_config.architectures) and arguments.device == "cuda":
         uncapturable = uncapturable_ops("cuda", hf_config.head_dim)
         if comparison.file_of_rank(0) is not None:
@@ -63,6 +67,14 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
             off["disable_decode_cuda_graph"] = True
         compat.declare_resolution(server_args, "sglang_dsv4", **off)
     previous(server_args)
+    backend = "disabled"
+    if uncapturable:  # flags that choose a backend go before the flag that switches graphs off
+        backend = compat.resolving_view(server_args).cuda_graph_config.decode.backend
+    if backend != "disabled":
+        raise ValueError(
+            f"sglang-dsv4 does not support CUDA graphs of decode steps ({backend}) here: {', '.join(uncapturable)} "
+            "can't be captured. Leave out --cuda-graph-backend-decode and the backend of --cuda-graph-config."
+        )
 
 
 def uncapturable_ops(device: str, head_dim: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Switches that change how a step runs on a GPU change no bit of an answer: its tokens and their log-probabilities.
+"""Switches and flags that change how a step runs on a GPU change no bit of an answer: its tokens, log-probabilities.
 
 A small checkpoint of random weights with the released attention: two starts have the same weights in any storage
 format. Answers of one request at a time, of 16 and of 40 at once cover graphs of several sizes and both sides of the
@@ -30,20 +30,30 @@ SWITCHES = (
     (grouped_projection.VARIABLE, "fp8"),
     (dependent_launch.VARIABLE, "off"),
 )
+FLAG_SETS = {
+    "graphs": "--cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding --enable-cudagraph-gc --pre-warm-nccl",
+    "graphs by JSON": '--cuda-graph-config {"decode":{"backend":"full","max_bs":40}} --enable-profile-cuda-graph',
+    "breakable graphs": "--cuda-graph-backend-decode breakable",
+    "eager graphs": "--debug-cuda-graph",
+    "no graphs": "--disable-decode-cuda-graph --disable-flashinfer-autotune --bf16-gemm-backend torch",
+    "helpers": "--enable-layerwise-nvtx-marker --enable-strict-thinking --reasoning-parser deepseek-v4",
+    "metrics": "--enable-metrics --enable-forward-pass-metrics",
+}
+"""Flags of SGLang that need a GPU. `docs/server_flags.toml` says that a flag works once its set has run."""
 LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]
 
 Answers = list[tuple[list[int], list[float]]]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, str]], Answers]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Answers]:
     folder = tmp_path_factory.mktemp("switches")
     write_checkpoint(folder / "checkpoint", SHAPE)
     prompts = random_prompts(3, LENGTHS * 5)
 
-    def of_server(env: dict[str, str]) -> Answers:
-        log = folder / "_".join(["log", *env, *env.values()])
-        with running_server(folder / "checkpoint", Path(log), *FLAGS, *MORE, env=env) as running:
+    def of_server(env: dict[str, str], *flags: str) -> Answers:
+        log = folder / "_".join(["log", *env, *env.values(), *flags[:1]])
+        with running_server(folder / "checkpoint", Path(log), *FLAGS, *MORE, *flags, env=env) as running:
             found = [
                 result
                 for at_once in (1, 16, 40)
@@ -55,15 +65,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, str
 
 
 @pytest.fixture(scope="module")
-def by_default(answers: Callable[[dict[str, str]], Answers]) -> Answers:
+def by_default(answers: Callable[..., Answers]) -> Answers:
     return answers({})
 
 
 @pytest.mark.parametrize(("variable", "value"), SWITCHES)
-def test_no_bit_changes(
-    answers: Callable[[dict[str, str]], Answers], by_default: Answers, variable: str, value: str
-) -> None:
+def test_no_bit_changes(answers: Callable[..., Answers], by_default: Answers, variable: str, value: str) -> None:
     assert answers({variable: value}) == by_default
+
+
+@pytest.mark.parametrize("name", FLAG_SETS)
+def test_no_flag_changes_a_bit(answers: Callable[..., Answers], by_default: Answers, name: str) -> None:
+    assert answers({}, *FLAG_SETS[name].split()) == by_default
 
 
 def test_answers_differ_from_each_other(by_default: Answers) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import shlex
 
 from documents import server_flags
 from documents.results import markdown
@@ -11,13 +11,13 @@ from documents.server_flags import Flag, Row
 from sglang_dsv4.seam import refused_flags
 
 MOST_VALUES = 4
-"""A flag with more values than these is shown without them."""
+"""A longer list of values is shown as "any other value" if it is the longest of its flag."""
 
 
 def every_flag() -> str:
     """One table for each section of the file, with its title."""
     return "\n".join(
-        f"### {title}\n\n" + markdown(("arguments", "here", ""), map(cells, rows_by_reason(rows)))
+        f"### {title}\n\n" + markdown(("arguments", "here", "reason"), map(cells, rows_by_reason(rows)))
         for title, rows in server_flags.sections().items()
     )
 
@@ -50,19 +50,17 @@ def reason(row: Row, flag: Flag) -> str:
     if row.answer != "refused" or row.why:
         return row.why
     whys = [refusal.why for refusal in refused_flags.REFUSALS if refusal.flag == flag.name]
-    return whys[0] if whys else ""
+    return whys[0].removesuffix("; leave it out") if whys else ""
 
 
 def argument(alternatives: tuple[Flag, ...]) -> str:
     """The flag's name, with values where other rows answer for other values."""
     name = alternatives[0].name
-    if places()[name] == 1:
+    others = [values for row in server_flags.rows() for values in row.flags if values[0].name == name]
+    if len(others) == 1:
         return f"`{name}`"
-    if len(alternatives) > MOST_VALUES or alternatives[0].values == server_flags.OTHERS:
+    longest = max(others, key=len)
+    if alternatives[0].values == server_flags.OTHERS or (len(longest) > MOST_VALUES and alternatives is longest):
         return f"`{name}` with any other value"
-    return ", ".join(f"`{flag.text}`" for flag in alternatives)
-
-
-def places() -> Counter[str]:
-    """Flag -> number of rows that answer for it."""
-    return Counter(name for row in server_flags.rows() for name in {flag.name for flags in row.flags for flag in flags})
+    values = [" ".join(map(shlex.quote, flag.values)) for flag in alternatives]
+    return f"`{name} {values[0]}`" + "".join(f", `{value}`" for value in values[1:])

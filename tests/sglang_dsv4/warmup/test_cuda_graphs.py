@@ -22,6 +22,28 @@ def test_cuda_graphs_wait_for_kernels() -> None:
         assert ("index_topk" in cuda_graphs.uncapturable_ops("cuda", 512)) == (not graph_safe)
 
 
+@pytest.mark.parametrize("backend", ["disabled", "full"])
+def test_graphs_that_cannot_be_captured_are_not_asked_for(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--cuda-graph-backend-decode full` goes before the flag that switches these graphs off."""
+    config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], head_dim=64)
+    declared: dict[str, bool] = {}
+    monkeypatch.setattr(cuda_graphs, "uncapturable_ops", lambda device, head_dim: ["sparse_attention"])
+    for name, function in (
+        ("resolving_view", lambda arguments: arguments),
+        ("model_config_of", lambda arguments: SimpleNamespace(hf_config=config)),
+        ("declare_resolution", lambda arguments, source, **values: declared.update(values)),
+    ):
+        monkeypatch.setattr(cuda_graphs.compat, name, function, raising=False)
+    decode = SimpleNamespace(decode=SimpleNamespace(backend=backend))
+    arguments = SimpleNamespace(device="cuda", cuda_graph_config=decode)
+    if backend == "disabled":
+        cuda_graphs.resolve_cuda_graphs(arguments, lambda arguments: None)
+    else:
+        with pytest.raises(ValueError, match=r"\(full\) here: sparse_attention can't be captured"):
+            cuda_graphs.resolve_cuda_graphs(arguments, lambda arguments: None)
+    assert declared == {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
+
+
 @pytest.mark.parametrize(
     ("architecture", "switch", "ranks", "named"),
     [
