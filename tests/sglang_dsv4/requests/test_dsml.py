@@ -343,7 +343,7 @@ def test_a_string_for_any_type() -> None:
         (True, None),
         ([], None),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_types_of_a_schema(schema: object, types: set[str] | None) -> None:
     whole = {"properties": {"k": schema}, "$defs": {"x": {"type": "boolean"}, "loop": {"$ref": "#/$defs/loop"}}}
