@@ -2,6 +2,7 @@
 #
 # Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=2
 #            SHARD=2/8  MINUTES=20 (of test-slow: an eighth of the slow tests, none of which begins after 20 minutes)
+#            SGLANG=<version> (of compat: what it moved, renamed or changed of what this package uses)  COMPAT_ARGS=--differences
 #            PRESET=<layout of `make checkpoint`: tiny, nvfp4, flash-april, flash-0731, pro-0813, flash, pro>
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
 
@@ -13,6 +14,8 @@ SERVE_ARGS  ?=
 TEST_ARGS   ?=
 SHARD       ?=
 MINUTES     ?=
+SGLANG      ?=
+COMPAT_ARGS ?=
 WORKERS     ?= 2
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -29,12 +32,12 @@ PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
 # Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
 TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
 
-.PHONY: help setup checkpoint serve test test-slow lint format clean
+.PHONY: help setup checkpoint serve test test-slow compat lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: make setup | checkpoint | test-slow | lint | format | clean"
+	@sed -n '1,7s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: make setup | checkpoint | test-slow | compat | lint | format | clean"
 
 setup: $(STAMP)
 
@@ -58,6 +61,13 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(TEST_ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(PART) $(TEST_ARGS)
+
+# Compared as source text, so the other version's dependencies are not needed.
+compat: $(STAMP)
+	@test -n "$(SGLANG)" || { echo "make compat: give a version, for example make compat SGLANG=0.5.22"; exit 2; }
+	@$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --dest build/compat/wheels sglang==$(SGLANG)
+	@$(BIN)/python -m zipfile -e build/compat/wheels/sglang-$(SGLANG)-*.whl build/compat/$(SGLANG)
+	@PYTHONPATH=tests/lib $(BIN)/python -m upstream.report build/compat/$(SGLANG) $(COMPAT_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,8 +1,10 @@
 """Report the functions and names of SGLang used here that another version moves, renames, changes or lacks.
 
     make compat SGLANG=0.5.24                       download that version and compare
-    python tests/lib/upstream/report.py FOLDER      compare with the version below FOLDER (which holds sglang/)
-    python tests/lib/upstream/report.py --write     renew digests.json from the installed version
+    python -m upstream.report FOLDER                compare with the version below FOLDER (which holds sglang/)
+    python -m upstream.report --write               renew digests.json from the installed version
+
+The latter two want PYTHONPATH=tests/lib.
 
 Watched: the targets of `sglang_dsv4/seam/hooks.py`, the names that our modules import from SGLang, and the methods of
 SGLang's classes that our classes override. `digests.json` has a digest of each one's text in the tested version, so a
