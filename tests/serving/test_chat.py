@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import requests
 from serving.chat_tests import (  # noqa: F401 - collected here
     WEATHER,
@@ -67,6 +68,7 @@ def calls_counted(server: Server) -> dict[str, float]:
     return {name: float(count) for name, count in CALLS.findall(text)}
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_16(server: Server) -> None:
     """Prompts of 10 to about 330 tokens, so that chunks, pages and compression groups have different ends."""
     alone = [text_of(server.chat(prompt)) for prompt in PROMPTS]

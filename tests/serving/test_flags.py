@@ -277,7 +277,6 @@ def test_a_context_beyond_the_models(checkpoint: Path, tmp_path: Path, known: Re
 @pytest.mark.slow
 def test_another_grammar_backend(checkpoint: Path, tmp_path: Path) -> None:
     """Grammars hold, and one that can't be compiled is refused."""
-    pytest.importorskip("llguidance", reason="the package llguidance is not among the pinned ones")
     flags = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=TAILS) as server:
         schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}

@@ -34,7 +34,7 @@ RUNNERS = {
 }
 
 # The switch needs a further server.
-PARAMS = [*ALGORITHMS, pytest.param(NO_EPILOGUE, marks=pytest.mark.slow)]
+PARAMS = ["DSPARK", *(pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE", NO_EPILOGUE))]
 
 
 @contextmanager

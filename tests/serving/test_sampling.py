@@ -105,6 +105,7 @@ GREEDY = [
 ]
 
 
+@pytest.mark.slow
 def test_greedy_requests_have_the_same_bits_beside_requests_that_sample(server: Server) -> None:
     """SGLang took log(softmax) for log_softmax, divided by a temperature, and counted tokens late, twice or never.
 

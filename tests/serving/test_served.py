@@ -92,6 +92,7 @@ def test_prompt_alone(fp32_server: Server, oracle: TransformersOracle, prompt: l
     check(oracle, prompt, generate(fp32_server, prompt))
 
 
+@pytest.mark.slow
 def test_prompts_together(fp32_server: Server, oracle: TransformersOracle) -> None:
     """All at once with seven running requests: waiting, mixed batches, reused slots and pages."""
     with ThreadPoolExecutor(len(LENGTHS)) as pool:

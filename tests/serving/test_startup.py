@@ -94,6 +94,7 @@ def test_a_model_that_fails_to_import_stops_the_server(checkpoint: Path, tmp_pat
     assert "What to do" in log and "SGLANG_DSV4=off" in log
 
 
+@pytest.mark.slow
 def test_another_sglang_version_stops_the_server(checkpoint: Path, tmp_path: Path) -> None:
     env = broken_environment(tmp_path, PRETEND_ANOTHER_VERSION)
     log = run_until_it_stops(checkpoint, tmp_path / "log", env=env)

@@ -245,6 +245,7 @@ def test_ranks_of_hosts_with_unequal_memory_agree(tmp_path: Path) -> None:
     assert least_of_ranks(7, None) == 7
 
 
+@pytest.mark.slow
 def test_errors_are_raised_in_tests_and_counted_elsewhere() -> None:
     """Raised in this process (`strict_bookkeeping`); a fresh process counts, and raises with the session's plugin."""
     assert new_ledger(GEOMETRY, TailSizes(2, 0)).strict

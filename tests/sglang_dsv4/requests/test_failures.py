@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 from collections.abc import AsyncIterator
 from http import HTTPStatus
@@ -88,7 +89,7 @@ def test_it_is_answered_without_the_requests_fields() -> None:
     """SGLang compared `top_logprobs_num: [1]` with a number once more, and ended its process."""
     abort = failures.failure_of(TokenizedHostileReqInput(), TypeError("why"))
     with pytest.raises(TypeError):
-        TokenizerManager._handle_abort_req(Manager(r=State()), abort)
+        inspect.unwrap(TokenizerManager._handle_abort_req)(Manager(r=State()), abort)
 
     def not_asked(manager: Manager, abort: AbortReq) -> None:
         pytest.fail("SGLang's function reads the request's fields")
