@@ -1,6 +1,7 @@
 """Report the installation, the memory plan of a checkpoint, and the state of a running server.
 
 python -m sglang_dsv4.doctor                                  the installation
+python -m sglang_dsv4.doctor --versions                       versions of packages and machine, for a bug report
 python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
                                                               and the memory plan of a checkpoint
 python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running server
@@ -9,8 +10,10 @@ python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running serv
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
+import platform
 import sys
 import urllib.error
 import urllib.request
@@ -33,6 +36,21 @@ from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.seam import compat
 from sglang_dsv4.weights.checkpoint_files import stated
 
+PACKAGES = (
+    *(
+        "sglang-dsv4",
+        "sglang",
+        "sglang-kernel",
+        "sgl-deep-gemm",
+        "sgl-flash-mla",
+        "torch",
+        "triton",
+        "flashinfer-python",
+    ),
+    *("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvidia-nccl-cu13", "transformers", "tokenizers", "xgrammar"),
+    *("deepseek-recipe", "safetensors", "numpy"),
+)
+"""Packages whose versions a bug report needs."""
 CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 
 
@@ -55,6 +73,25 @@ def installation() -> list[str]:
         graph = "" if chosen.graph_safe else ", not in a CUDA graph"
         lines.append(f"  {op:{op_width}} {chosen.name:{name_width}} of {', '.join(registry.available(op))}{graph}")
     return lines
+
+
+def versions() -> list[str]:
+    """The lines of a bug report: each of :data:`PACKAGES` with its version, Python, the system, CUDA and the GPUs."""
+    rows = []
+    for name in PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    rows += [
+        ("Python", platform.python_version()),
+        ("system", platform.platform()),
+        ("CUDA of torch", torch.version.cuda or "none"),
+        ("GPUs", ", ".join(gpus) or "none"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}} {version}" for name, version in rows]
 
 
 def _kernel_folder() -> str:
@@ -198,7 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--hicache-size", type=size, default=0, help="GB of host memory for prefixes, instead of the ratio"
     )
     parser.add_argument("--url", help="a running server")
+    parser.add_argument("--versions", action="store_true", help="print versions alone, for a bug report")
     chosen = parser.parse_args(arguments)
+    if chosen.versions:
+        print("\n".join(versions()))
+        return 0
     print("\n".join(installation()))
     try:
         if chosen.model is not None:

@@ -36,6 +36,17 @@ def test_installation_names_versions_and_implementations(tmp_path: Path, monkeyp
     assert "compiled kernels: not kept on disk (DSV4_KERNEL_CACHE=off)" in doctor.installation()
 
 
+def test_versions_name_every_package_and_the_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", (*doctor.PACKAGES, "no-such-package"))
+    assert doctor.main(["--versions"]) == 0
+    found = {line.rsplit("  ", 1)[0].split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert len(found) == len(doctor.PACKAGES) + 4 and {"Python", "system", "CUDA of torch", "GPUs"} <= set(found)
+    assert found["sglang"].split() == ["sglang", "0.5.23"]
+    assert found["no-such-package"].endswith("not installed")
+
+
 def test_installation_says_whether_sglang_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "entry points: installed, SGLang finds this package" in doctor.installation()
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: importlib.metadata.EntryPoints(()))
