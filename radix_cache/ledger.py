@@ -355,7 +355,7 @@ class Ledger:
             if self.strict:
                 raise
             if not self.totals.errors:
-                logger.exception("tail checkpoints: a bookkeeping error; the server goes on, further ones are counted")
+                logger.exception("tails: a bookkeeping error; the server goes on, further ones are counted")
             self.totals.errors += 1
             self._release_pending(state)
             state.may_write = False

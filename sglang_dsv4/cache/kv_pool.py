@@ -122,7 +122,7 @@ class Dsv4KVPool(RingWindowKVPool):
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
                 # The draft worker allocates its own rings; tails are laid out slot by slot (`tail_memory`).
-                if spec.name != "draft window rings" and spec.per != "checkpoint":
+                if spec.name != "draft window rings" and spec.per != "tail":
                     stack, rows = spec.allocate_stack(device)
                     self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
                     (self.rings if spec.per == "request" else self.tables)[spec.name] = stack

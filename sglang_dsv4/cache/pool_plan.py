@@ -34,7 +34,7 @@ class PoolSpec:
     name: str
     layers: tuple[int, ...]
     rows: int  # per layer
-    per: str  # "token", "request" or "checkpoint" (a tail): the unit that the rows grow with, as the table prints it
+    per: str  # "token", "request" or "tail": the unit that the rows grow with, as the table prints it
     rows_per_unit: float
     row_format: RowFormat | None  # None: raw compressor rows, fp32 [rows, 2, row_dim]
     row_dim: int
@@ -149,13 +149,13 @@ class PoolPlan:
     @property
     def bytes_per_tail(self) -> float:
         """Bytes of one tail."""
-        return sum(p.bytes_per_unit for p in self.pools if p.per == "checkpoint")
+        return sum(p.bytes_per_unit for p in self.pools if p.per == "tail")
 
     def table(self) -> str:
         """The plan as a printed table."""
         units = {"token": self.bytes_per_token, "request": self.bytes_per_request}
         if self.tail_slots:
-            units["checkpoint"] = self.bytes_per_tail
+            units["tail"] = self.bytes_per_tail
         header = ("pool", "layers", "rows/layer", "format", "bytes", *(f"bytes/{unit}" for unit in units))
         lines = [header]
         for p in self.pools:
@@ -169,7 +169,7 @@ class PoolPlan:
             "  ".join(line[c].ljust(w) if c in (0, 3) else line[c].rjust(w) for c, w in enumerate(widths))
             for line in lines
         ]
-        tails = f"{self.tail_slots:,} tail checkpoints, " if self.tail_slots else ""
+        tails = f"{self.tail_slots:,} tails, " if self.tail_slots else ""
         title = (
             f"DeepSeek-V4 pools: {self.full_tokens:,} tokens in pages of {FULL_PAGE_TOKENS}, "
             f"{self.request_slots - 1:,} requests, {tails}{format_bytes(self.total_bytes)}"
@@ -187,7 +187,7 @@ def tail_specs(geometry: PoolGeometry, slots: int) -> tuple[PoolSpec, PoolSpec, 
     raw = {"row_format": None, "rope_dim": 0, "dtype": torch.float32}
 
     def part(name: str, layers: tuple[int, ...], count: int, **how: Any) -> PoolSpec:  # noqa: ANN401
-        return PoolSpec(f"tail checkpoint {name}", layers, slots * count, "checkpoint", count, **how)
+        return PoolSpec(f"tail {name}", layers, slots * count, "tail", count, **how)
 
     rows = {"row_format": g.row_format, "row_dim": g.row_dim, "rope_dim": g.rope_dim, "dtype": g.dtype}
     return (

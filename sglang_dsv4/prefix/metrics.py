@@ -70,11 +70,11 @@ class PrefixMetrics:
         self._recomputed = Counter(
             "sglang_dsv4:prefix_recomputed_tokens", "Prompt tokens computed, and why.", [*names, "reason"]
         )
-        self._events = Counter("sglang_dsv4:tail_events", "What happened to tail checkpoints.", [*names, "event"])
-        self._errors = Counter("sglang_dsv4:tail_errors", "Bookkeeping errors of tail checkpoints.", names)
+        self._events = Counter("sglang_dsv4:tail_events", "What happened to tails.", [*names, "event"])
+        self._errors = Counter("sglang_dsv4:tail_errors", "Bookkeeping errors of tails.", names)
         how = {"multiprocess_mode": "mostrecent"}
-        self._slots = Gauge("sglang_dsv4:tail_slots", "Slots of tail checkpoints.", [*names, "tier", "state"], **how)
-        held = Gauge("sglang_dsv4:tail_bytes", "Memory of tail checkpoints.", [*names, "tier"], **how)
+        self._slots = Gauge("sglang_dsv4:tail_slots", "Slots of tails.", [*names, "tier", "state"], **how)
+        held = Gauge("sglang_dsv4:tail_bytes", "Memory of tails.", [*names, "tier"], **how)
         for tier, count in tier_bytes.items():
             held.labels(**labels, tier=tier).set(count)
         self._page_tokens = Counter(

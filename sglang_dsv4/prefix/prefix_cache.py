@@ -349,7 +349,7 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
         logger.info("Prefix reuse is off (%s): every request is computed from its first token.", why)
         return Dsv4PrefixCache(dataclasses.replace(ctx.params, disable=True))
     logger.info(
-        "Prefix reuse is on: tail checkpoints of %s every %d tokens, %d on the device (%s), %d in host memory (%s).",
+        "Prefix reuse is on: tails of %s every %d tokens, %d on the device (%s), %d in host memory (%s).",
         format_bytes(memory.slot_bytes),
         ledger.placement.interval_tokens,
         memory.device_slots,

@@ -68,7 +68,7 @@ def test_a_package_that_is_only_on_the_path_has_no_version(monkeypatch: pytest.M
 def test_the_plan_lists_what_fits(model: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DSV4_TAIL_HOST_SLOTS", "77")
     lines = doctor.plan(model, tokens=65_536, requests=8, rows=rows)
-    assert "8 requests, 24 tail checkpoints" in lines[0]
+    assert "8 requests, 24 tails" in lines[0]
     assert any("24 on the device, 77 in host memory" in line for line in lines)
     assert ["32,768", "2", "4", "17"] in [line.split()[:4] for line in lines]
     assert any(line.startswith("with --enable-hierarchical-cache --hicache-ratio 2: 131,072 tokens") for line in lines)

@@ -172,9 +172,9 @@ def test_tails_cost_what_the_specification_says() -> None:
     plan = PoolPlan.of(geometry(FLASH, fp8=True), 256 * 1000, 33, tail_slots=10)
     layers, csa = len(plan.geometry.ratios), len(plan.geometry.layers(4))
     assert plan.bytes_per_tail == layers * 2 * 37440 + csa * 4 * 2 * (512 + 128) * 4
-    kept = [p for p in plan.pools if p.per == "checkpoint"]
+    kept = [p for p in plan.pools if p.per == "tail"]
     assert sum(p.total_bytes for p in kept) == 11 * plan.bytes_per_tail  # one more: the transit slot
-    assert "10 tail checkpoints" in plan.table()
+    assert "10 tails" in plan.table()
 
 
 @pytest.mark.parametrize(("asked", "given"), [(768, 768), (1023, 768), (65536, 65536)])

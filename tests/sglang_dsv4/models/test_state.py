@@ -51,7 +51,7 @@ def poison(harness: Harness, keep: dict[str, Tensor]) -> None:
     pool = harness.pool
     geometry = pool.geometry
     for name, layer, storage in pool.tensors():
-        if name.startswith("tail checkpoint"):
+        if name.startswith("tail "):
             storage.view(torch.uint8).fill_(0xFF)  # NaN in every format; no request here continues from a tail
             continue
         ratio = geometry.layer_ratio(layer)
