@@ -10,7 +10,6 @@ python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running serv
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import platform
@@ -77,12 +76,7 @@ def installation() -> list[str]:
 
 def versions() -> list[str]:
     """The lines of a bug report: each of :data:`PACKAGES` with its version, Python, the system, CUDA and the GPUs."""
-    rows = []
-    for name in PACKAGES:
-        try:
-            rows.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((name, "not installed"))
+    rows = [(name, compat.version_of(name)) for name in PACKAGES]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows += [
         ("Python", platform.python_version()),

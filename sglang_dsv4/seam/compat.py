@@ -49,20 +49,22 @@ def __getattr__(name: str) -> Any:
         raise StartupError(explain([f"{SGLANG_NAMES[name]} could not be imported: {error!r}"])) from error
 
 
+def version_of(package: str, missing: str = "not installed") -> str:
+    """A package's version; `missing` where it is not installed, or only on the path."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return missing
+
+
 def our_version() -> str:
     """This package's version; "not installed" where it is only on the path."""
-    try:
-        return importlib.metadata.version("sglang-dsv4")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return version_of("sglang-dsv4")
 
 
 def sglang_version() -> str:
     """The installed SGLang's version; "none" where it is not installed."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return version_of("sglang", "none")
 
 
 def is_ours(architectures: list[str] | None) -> bool:

@@ -133,15 +133,17 @@ def changes(before: dict[str, str], users: dict[str, set[str]], tree: Tree, old:
     """
     for name, digest in before.items():
         used_by, found = ", ".join(sorted(users.get(name, ()))), find(tree, name)
+        if found is not None and digest_of(found.node) == digest:
+            continue
         was = find(old, name) if old is not None else None
         if found is None:
-            yield gone(name, used_by, digest, was, tree)
-        elif digest_of(found.node) != digest:
+            yield gone(name, used_by, was, tree)
+        else:
             difference = "" if was is None or was.node is NO_NODE else unified(was, found)
             yield Change(name, used_by, "changed", difference=difference)
 
 
-def gone(name: str, used_by: str, digest: str, was: Found | None, tree: Tree) -> Change:
+def gone(name: str, used_by: str, was: Found | None, tree: Tree) -> Change:
     """A name that is not where it was: moved (the same name in another module), renamed (the same text), or gone."""
     last = re.split("[.:]", name)
     local = was.name if was is not None and was.name else last[-1]
