@@ -236,7 +236,7 @@ def means() -> list[Tensor]:
 def draws() -> list[Tensor]:
     """The largest and the least logits, biases, penalties and temperatures that a request can get."""
     from sglang_dsv4.layers.logits import LARGEST_LOGIT
-    from sglang_dsv4.requests.checks import LARGEST_BIAS, LEAST_DIVISOR
+    from sglang_dsv4.requests.refused.sampling_numbers import LARGEST_BIAS, LEAST_DIVISOR
 
     logits = torch.tensor([[LARGEST_LOGIT, -LARGEST_LOGIT, 0.0, 30.0]]).repeat(4, 1)
     bias = torch.tensor([[b, -b, b, 0.0] for b in (LARGEST_BIAS, -LARGEST_BIAS, 1.0, 0.0)])

@@ -45,7 +45,8 @@ from sglang_dsv4.prefix.storage_tier import StorageTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 from sglang_dsv4.prefix.tier_setup import log_host_memory, open_storage, write_policy
 from sglang_dsv4.seam.bases import RankedRadixCache
-from sglang_dsv4.seam.hooks import NAME, TREE_CORE
+from sglang_dsv4.seam.hook_kinds import NAME
+from sglang_dsv4.seam.hooks import TREE_CORE
 from sglang_dsv4.seam.install import install_once
 
 if TYPE_CHECKING:

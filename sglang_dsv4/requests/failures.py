@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests import administration
+from sglang_dsv4.requests.refused import administration
 from sglang_dsv4.seam import live
 from sglang_dsv4.seam.hooks import DISPATCHER, GENERATE_ROUTE
 from sglang_dsv4.seam.install import set_attribute

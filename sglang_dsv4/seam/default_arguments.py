@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import env
-from sglang_dsv4.requests import reasoning_effort, tool_calls
+from sglang_dsv4.requests.chat import reasoning_effort
+from sglang_dsv4.requests.tool_calls import output_parser
 from sglang_dsv4.seam import compat, install, moe_runner, refused_flags, self_check
-from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.hook_kinds import NAME
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -74,7 +75,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         refused_flags.refuse_unsupported_arguments(arguments, hf_config)
         refused_flags.refuse_other_quantization(server_args, hf_config)
         choose_effort_tiers(arguments, hf_config)
-        tool_calls.repairs()
+        output_parser.repairs()
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.moe_runner_backend == "auto" and moe_runner.serves(arguments, model_config):
             compat.declare_resolution(server_args, "sglang_dsv4", moe_runner_backend=moe_runner.RUNNER)

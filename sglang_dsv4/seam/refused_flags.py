@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.hook_kinds import NAME
 from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNER, RUNNERS_WITH_CLAMP
 
 Predicate = Callable[[Any], bool]

@@ -11,7 +11,7 @@ between `begin_weight_update` and `end_weight_update` is SGLang's; here each mod
 
 An update from files or through IPC is one request, which does all of that. Where a quantisation method of SGLang keeps
 its weights in a layout of its own (`reason_against`), weights come from files only, as SGLang loads them
-(`requests.guards.keep_weights`).
+(`requests.refused.guards.keep_weights`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests that ended the server, got a 500 or were served as other requests: now a 400 each.
 
-One test a row of the table in `requests.guards`. A request after them gets the same bits as before.
+One test a row of the table in `requests.refused.guards`. A request after them gets the same bits as before.
 """
 
 from __future__ import annotations

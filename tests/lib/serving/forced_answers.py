@@ -32,7 +32,11 @@ def hooked(*modules: str) -> Iterator[None]:
         patch.setattr(live, "_answers_clients", bool(modules))
         for hook in HOOKS:
             module = hook.function.split(":")[0].rpartition(".")[2]
-            if hook.process is Process.LAUNCHER and hook.kind in IN_REGISTRY and module in ("tool_calls", "responses"):
+            if (
+                hook.process is Process.LAUNCHER
+                and hook.kind in IN_REGISTRY
+                and module in ("output_parser", "responses")
+            ):
                 owner, _, attribute = hook.target.rpartition(".")
                 function = getattr(pkgutil.resolve_name(owner), attribute)
                 while hasattr(function, "__wrapped__"):  # where a plugin was loaded in this process

@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from sglang_dsv4.requests import fields
+from sglang_dsv4.requests.refused import fields
 
 LEFT_OUT = {
     "/abort_request": "ends the requests with known answers, as intended",

@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dsv4.requests.arguments import Fault
-from sglang_dsv4.requests.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER
+from sglang_dsv4.requests.tool_calls.arguments import Fault
+from sglang_dsv4.requests.tool_calls.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER
 
 SCHEMAS = {
     "bash": {"properties": {"command": {"type": "string"}, "seconds": {"type": "integer"}}, "required": ["command"]},

@@ -10,7 +10,8 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dsv4.requests import guards, reasoning_effort
+from sglang_dsv4.requests.chat import reasoning_effort
+from sglang_dsv4.requests.refused import guards
 from sglang_dsv4.seam import live
 
 

@@ -13,8 +13,8 @@ import pytest
 from serving.forced_answers import Given, Routes, hooked
 from serving.written_calls import SCHEMAS, Written, some_answer
 
-from sglang_dsv4.requests import tool_calls
-from sglang_dsv4.requests.dsml import MARK, MARKER
+from sglang_dsv4.requests.tool_calls import output_parser
+from sglang_dsv4.requests.tool_calls.dsml import MARK, MARKER
 
 ROUTES = ("chat", "responses", "anthropic")
 TOOLS = {
@@ -35,7 +35,7 @@ def routes(checkpoint: Path) -> Routes:
 
 @pytest.fixture(autouse=True)
 def with_our_hooks() -> Iterator[None]:
-    with hooked("tool_calls", "responses"):
+    with hooked("output_parser", "responses"):
         yield
 
 
@@ -187,7 +187,7 @@ def test_the_switch_leaves_calls_as_text_that_would_be_repaired(
     routes: Routes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for word, calls in (("repair", [LS_CALL]), ("refuse", [])):
-        monkeypatch.setenv(tool_calls.SWITCH, word)
+        monkeypatch.setenv(output_parser.SWITCH, word)
         for case in ("a-wrapper", "a-call"):
             said = CASES[case][0]
             routes.say(said)
@@ -218,8 +218,8 @@ def test_what_was_repaired_and_refused_is_counted_and_logged(
         def add(self, outcome: str, faults: list[str]) -> None:
             counted.append((outcome, list(faults)))
 
-    monkeypatch.setattr(tool_calls, "_metrics", Counts())
-    caplog.set_level(logging.INFO, tool_calls.__name__)
+    monkeypatch.setattr(output_parser, "_metrics", Counts())
+    caplog.set_level(logging.INFO, output_parser.__name__)
     for case in ("two-calls", "no-call", "a-wrapper", "a-broken-call-behind-a-right-one"):
         routes.say(CASES[case][0], sizes=[7] * 20)
         routes.ask("chat", True, TOOLS)

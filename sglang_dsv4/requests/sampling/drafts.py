@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_dsv4.requests import not_finite, penalties
+from sglang_dsv4.requests import not_finite
+from sglang_dsv4.requests.sampling import penalties
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ tag. :class:`Reader` takes the text in pieces of any size and gives the same tex
 * A deviation that has one reading only is repaired (:class:`Fault`). The schema of a parameter decides between a string
   and JSON; a value that fits no reading better than the one that the model wrote stays as it is.
 
-This module knows nothing of SGLang. :mod:`sglang_dsv4.requests.tool_calls` reads SGLang's answers with it.
+This module knows nothing of SGLang. `output_parser` reads SGLang's answers with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.requests.arguments import BLANKS, Fault, Refused, Schema, read_object, read_parameters
+from sglang_dsv4.requests.tool_calls.arguments import BLANKS, Fault, Refused, Schema, read_object, read_parameters
 
 MARKER = "｜DSML｜"
 MARK = "\udfff"

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import pytest
 from serving.written_calls import BROKEN, GOOD, SCHEMAS, block, invoke, marked, parameter, some_answer
 
-from sglang_dsv4.requests.arguments import Fault, Refused, Schema, read_value
-from sglang_dsv4.requests.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER, Reader
+from sglang_dsv4.requests.tool_calls.arguments import Fault, Refused, Schema, read_value
+from sglang_dsv4.requests.tool_calls.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER, Reader
 
 
 def answer(

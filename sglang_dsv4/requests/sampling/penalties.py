@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_dsv4.requests.thinking_budget import NO_LIMIT, budget_of, left_at_start, think_tokens
+from sglang_dsv4.requests.chat.thinking_budget import NO_LIMIT, budget_of, left_at_start, think_tokens
 from sglang_dsv4.seam.bases import RowPenaliser
 from sglang_dsv4.seam.live import live_parts
 
@@ -46,7 +46,7 @@ COUNTS: dict[str, Callable[[Any], Tensor]] = {
 
 
 class BatchedThinkingBudget(RowPenaliser):
-    """The thinking budgets of a batch, see :mod:`sglang_dsv4.requests.thinking_budget`.
+    """The thinking budgets of a batch, see :mod:`sglang_dsv4.requests.chat.thinking_budget`.
 
     Its rows: `left [B, 1]` int32, the tokens until the block must end, and `end [B, 1]` int64, the id of `</think>`.
     """

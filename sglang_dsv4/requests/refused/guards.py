@@ -38,7 +38,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests import fields
+from sglang_dsv4.requests.refused import fields
 from sglang_dsv4.seam.live import live_parts, serves_deepseek_v4
 
 if TYPE_CHECKING:

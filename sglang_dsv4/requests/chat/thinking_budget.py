@@ -1,7 +1,7 @@
 """A limit of reasoning tokens, after which the block is closed as the model closes it: by the token `</think>`.
 
 A request asks for it by SGLang's spelling, ``custom_params: {"thinking_budget": N}``, or by `thinking.budget_tokens` of
-the chat and Anthropic routes (`requests.chat_switches`), and needs no `custom_logit_processor`. SGLang 0.5.23 has such
+the chat and Anthropic routes (`requests.chat.switches`), and needs no `custom_logit_processor`. SGLang 0.5.23 has such
 processors for other models only; they read the answer on the host, a token late under overlapped scheduling, and
 don't run with EAGLE.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROMPTS = ("text", "input_ids", "input_embeds")
 NOT_CHECKED = ("image_data", "video_data", "audio_data")
-"""Fields that `requests.guards` refuses."""
+"""Fields that `requests.refused.guards` refuses."""
 NOT_REPEATED = (*PROMPTS, "lora_id", "multi_item_delimiter_indices", "token_indices_to_pool", "decision_layout")
 """Fields of each prompt that SGLang does not repeat for a batch: it reads entry `i` of the value, whatever that is."""
 NOT_REPEATED_IN_EMBEDDINGS = (*NOT_REPEATED, "rid", "embed_overrides")

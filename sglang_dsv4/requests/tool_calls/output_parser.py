@@ -1,4 +1,4 @@
-"""Tool calls of SGLang's answers, read by :mod:`sglang_dsv4.requests.dsml`; text for text on every route.
+"""Tool calls of SGLang's answers, read by :mod:`sglang_dsv4.requests.tool_calls.dsml`; text for text on every route.
 
 SGLang 0.5.23 gives answers to deepseek-recipe, whose parser streams a call while it is written and reports one that is
 damaged or unfinished as a call. Here it splits reasoning from content only, and `dsml` reads the content. Chat,
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dsv4 import env
-from sglang_dsv4.requests.dsml import MARK, MARKER, Reader
+from sglang_dsv4.requests.tool_calls.dsml import MARK, MARKER, Reader
 from sglang_dsv4.seam import live
 from sglang_dsv4.seam.hooks import PROCESSOR
 from sglang_dsv4.seam.install import set_attribute

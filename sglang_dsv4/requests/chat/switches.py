@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests.thinking_budget import PARAMETER
+from sglang_dsv4.requests.chat.thinking_budget import PARAMETER
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest

@@ -22,8 +22,8 @@ from sglang.srt.managers.scheduler_components import profiler_manager
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_dsv4.requests import administration
 from sglang_dsv4.requests.failures import GuardedRequests
+from sglang_dsv4.requests.refused import administration
 from sglang_dsv4.seam import live
 
 BATCH = SimpleNamespace(forward_mode=SimpleNamespace(is_prefill=lambda: True, is_decode=lambda: False))
