@@ -33,8 +33,7 @@ from sglang.srt.runtime_context import get_memory
 from dsv4_radix_cache import invariants
 from dsv4_radix_cache.host_pages import HostPages
 from dsv4_radix_cache.ledger import Ledger
-from dsv4_radix_cache.pages import whole_pages
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS, whole_pages
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.prefix import tree_core
