@@ -34,10 +34,10 @@ Step = Callable[["ServerArgs"], None]
 def check_checkpoint(server_args: ServerArgs, previous: Step) -> None:
     """Check the checkpoint's files before SGLang parses the config: it would fill in fields that the file lacks.
 
-    Flags are refused here as the user gave them, before SGLang changes them or fails over one in other words.
+    Flags are refused here as the user gave them, before SGLang changes them or stops with an error of its own.
 
     Raises:
-        ValueError: a file is missing, damaged or can't be served, or a flag can't.
+        ValueError: a file is missing or damaged, or the checkpoint or a flag can't be served.
     """
     from sglang_dsv4.weights import checkpoint_files
 
@@ -61,7 +61,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 
     Raises:
         StartupError: this package is not fully installed.
-        ValueError: a flag or the checkpoint can't be served, or a switch of requests holds another word.
+        ValueError: a flag or the checkpoint can't be served, or a switch of `requests` has an unknown value.
     """
     from sglang_dsv4.weights import checkpoint_files
 

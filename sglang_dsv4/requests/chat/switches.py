@@ -55,7 +55,7 @@ def settle(serving: OpenAIServingChat, request: ChatCompletionRequest, *args: An
 
 
 def thinking_of(value: Any) -> tuple[bool | None, int | None]:
-    """Whether `thinking` switches thinking on, and its budget; None for what it leaves open.
+    """Whether `thinking` switches thinking on, and its budget; None where it says nothing.
 
     Raises:
         ValueError: it has another form than `{"type": "enabled", "budget_tokens": N}`.
