@@ -1,4 +1,4 @@
-"""Divisions, roots, logarithms and exponentials of a forward: docs/numbers.md lists all; all are finite at the ends.
+"""Divisions, roots, logarithms and exponentials of a forward: docs/numbers.md lists all of them, and they are finite.
 
 The places are found in the sources: calls of the functions below anywhere, and the operator `/` in definitions.
 """
@@ -115,7 +115,7 @@ CODED = (*VALUES, 1e20, -1e30, 2.9e38, -2.9e38)
 
 
 def each_with_each(values: tuple[float, ...], columns: int = 4) -> Tensor:
-    """Rows [len(values)**2, columns] of two of the values in turns."""
+    """Rows [len(values)**2, columns]; each alternates two of the values, for every pair."""
     pairs = torch.tensor([[a, b] for a in values for b in values])
     return pairs.repeat(1, columns // 2)
 

@@ -176,7 +176,7 @@ class PackedPart:
             self._missing.discard(int(rows.start > 0))
 
     def exchange(self) -> None:
-        """Swap the parameters' bytes with host memory's, rearranged by the first call; a second call undoes the first."""
+        """Swap the parameters' bytes with host memory's, which the first call rearranges; a second call swaps back."""
         new = self.values if self._is_arranged else self._arranged()
         old = tuple(memory.to("cpu", copy=True) for memory in self._memory)
         for memory, value in zip(self._memory, new, strict=True):

@@ -1,5 +1,5 @@
-"""SGLang's handlers of the OpenAI and Anthropic routes in the tests' own process, with an engine that gives the tokens
-that a test names. The hooks of `requests` are installed around them, as a plugin installs them."""
+"""SGLang's handlers of the OpenAI and Anthropic routes in the test's process, over an engine that answers with tokens
+which the test chose. The hooks of `requests` are installed around them, as the plugin installs them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hooked(*modules: str) -> Iterator[None]:
 
 @dataclass
 class Given:
-    """An answer as a client has it."""
+    """An answer as a client receives it."""
 
     reasoning: str = ""
     text: str = ""
