@@ -49,6 +49,7 @@ _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _VALIDATES = "SGLang validates the value and answers 400"
+_COMPILES = "SGLang limits the seconds of a compilation, and its threads"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
@@ -267,6 +268,12 @@ HOOKS = (
     Hook("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context", Kind.AFTER,
          Process.SCHEDULER, f"{_REFUSED}.guards:refuse_empty_grammar",
          "a grammar that no text fulfils gets a 400", _VALIDATES),
+    Hook("sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value", Kind.AROUND,
+         Process.SCHEDULER, f"{_REFUSED}.grammars:compile_within_limit",
+         "requests with the same grammar share a compilation, and slow ones leave threads to others", _COMPILES),
+    Hook("sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests", Kind.AROUND,
+         Process.SCHEDULER, f"{_REFUSED}.grammars:refuse_slow_grammars",
+         "a grammar that is compiled for too long gets a 400 that names the limit", _COMPILES),
     Hook(f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk", Kind.AROUND,
          Process.SCHEDULER, f"{_REFUSED}.guards:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
