@@ -56,6 +56,7 @@ _CALLS = "SGLang gives a tool call to the client only if it is complete and its 
 _NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
 _DRAFTED = "SGLang's verification samples each row as without drafts"
 _SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
+_INLINE = "SGLang renders a late system message of this encoding where it was sent"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _UPDATES = "SGLang's weight updates are all or nothing"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
@@ -191,6 +192,14 @@ HOOKS = (
     Hook("sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request", Kind.AFTER,
          Process.LAUNCHER, f"{_REQUESTS}.chat.switches:carry_budget",
          "`thinking.budget_tokens` is kept", _SWITCHES),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._resolve_inline_system_support", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.late_system:keep_inline",
+         "the Anthropic and Responses routes leave a system message where it was sent", _INLINE),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
+         f"{_REQUESTS}.late_system:gather_tools",
+         "the model is told of the tools of a system message", "SGLang renders the tools of messages"),
+    Hook(f"{_RECIPE}.encode_messages", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.late_system:encode",
+         "a late system message stays at its place, and the prefix before it stays stored", _INLINE),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
