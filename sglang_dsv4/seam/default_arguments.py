@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import env
 from sglang_dsv4.requests.chat import reasoning_effort
+from sglang_dsv4.requests.refused import grammars
 from sglang_dsv4.requests.tool_calls import output_parser
 from sglang_dsv4.seam import compat, install, moe_runner, refused_flags, self_check
 from sglang_dsv4.seam.hook_kinds import NAME
@@ -44,7 +45,7 @@ def check_checkpoint(server_args: ServerArgs, previous: Step) -> None:
     previous(server_args)
     arguments = compat.resolving_view(server_args)
     if checkpoint_files.check_checkpoint(arguments):
-        refused_flags.refuse(arguments)
+        refused_flags.refuse(arguments, as_given=True)
 
 
 def resolve_cpu_memory(server_args: ServerArgs, previous: Step) -> None:
@@ -76,9 +77,12 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         refused_flags.refuse_other_quantization(server_args, hf_config)
         choose_effort_tiers(arguments, hf_config)
         output_parser.repairs()
+        grammars.limit_s()
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.moe_runner_backend == "auto" and moe_runner.serves(arguments, model_config):
             compat.declare_resolution(server_args, "sglang_dsv4", moe_runner_backend=moe_runner.RUNNER)
+        if arguments.speculative_moe_runner_backend == "auto":  # not None, for which SGLang takes the target's
+            compat.declare_resolution(server_args, "sglang_dsv4", speculative_moe_runner_backend=None)
         if arguments.device == "cpu":
             ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
             env.set_default("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks, sorted(os.sched_getaffinity(0))))

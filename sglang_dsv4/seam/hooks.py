@@ -49,12 +49,14 @@ _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _VALIDATES = "SGLang validates the value and answers 400"
+_COMPILES = "SGLang limits the seconds of a compilation, and its threads"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
 _NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
 _DRAFTED = "SGLang's verification samples each row as without drafts"
 _SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
+_INLINE = "SGLang renders a late system message of this encoding where it was sent"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _UPDATES = "SGLang's weight updates are all or nothing"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
@@ -190,6 +192,14 @@ HOOKS = (
     Hook("sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request", Kind.AFTER,
          Process.LAUNCHER, f"{_REQUESTS}.chat.switches:carry_budget",
          "`thinking.budget_tokens` is kept", _SWITCHES),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._resolve_inline_system_support", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.late_system:keep_inline",
+         "the Anthropic and Responses routes leave a system message where it was sent", _INLINE),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
+         f"{_REQUESTS}.late_system:gather_tools",
+         "the model is told of the tools of a system message", "SGLang renders the tools of messages"),
+    Hook(f"{_RECIPE}.encode_messages", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.late_system:encode",
+         "a late system message stays at its place, and the prefix before it stays stored", _INLINE),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
@@ -267,6 +277,12 @@ HOOKS = (
     Hook("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context", Kind.AFTER,
          Process.SCHEDULER, f"{_REFUSED}.guards:refuse_empty_grammar",
          "a grammar that no text fulfils gets a 400", _VALIDATES),
+    Hook("sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value", Kind.AROUND,
+         Process.SCHEDULER, f"{_REFUSED}.grammars:compile_within_limit",
+         "requests with the same grammar share a compilation, and slow ones leave threads to others", _COMPILES),
+    Hook("sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests", Kind.AROUND,
+         Process.SCHEDULER, f"{_REFUSED}.grammars:refuse_slow_grammars",
+         "a grammar that is compiled for too long gets a 400 that names the limit", _COMPILES),
     Hook(f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk", Kind.AROUND,
          Process.SCHEDULER, f"{_REFUSED}.guards:keep_weights",
          "new weights that can't be loaded leave the old ones in service",

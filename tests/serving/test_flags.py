@@ -12,7 +12,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +33,7 @@ from serving.server import (
     running_server,
     start,
     stop,
+    wait_until,
 )
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
@@ -340,16 +340,3 @@ def test_keys_certificates_and_a_gate(checkpoint: Path, tmp_path: Path) -> None:
         assert not model.exists()
     finally:
         stop(process)
-
-
-def wait_until(answers: Callable[[], bool]) -> None:
-    """Wait until a server answers."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            if answers():
-                return
-        except requests.RequestException:
-            pass
-        time.sleep(0.5)
-    pytest.fail("the server does not answer")

@@ -17,7 +17,7 @@ FILE = Path(__file__).resolve().parents[3] / "docs" / "server_flags.toml"
 NO_EFFECT = "no effect"
 OTHERS = ("*",)
 """Stands for all values that no other row names."""
-ANSWERS = ("works", NO_EFFECT, "replaced", "refused", "not tried")
+ANSWERS = ("works", NO_EFFECT, "replaced", "refused")
 KEYS = {"flags", "fields", "is", "why", "with", "where", "test", "set", "by", "reads"}
 
 
