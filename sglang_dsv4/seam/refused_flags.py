@@ -280,7 +280,7 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
 
     Args:
         arguments: the server's.
-        as_given: no value is SGLang's yet, so those of :data:`AS_GIVEN` are refused, too.
+        as_given: whether all values are the user's; then flags of :data:`AS_GIVEN` are refused, too.
 
     Raises:
         ValueError: names the flag, its value and why.
@@ -296,7 +296,8 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
 def refuse_other_quantization(arguments: Any, hf_config: Any) -> None:  # ServerArgs as the user gave them
     """Raise for a quantisation of the weights, or of a draft's, that is not the checkpoint's own.
 
-    SGLang's view of the arguments holds what it has found in the checkpoint, under another name for some checkpoints.
+    SGLang's view of the arguments holds the method that SGLang found in the checkpoint, for some checkpoints under
+    another name.
 
     Raises:
         ValueError: names the flag, its value and the checkpoint's.
