@@ -110,7 +110,7 @@ def test_replays_are_what_was_recorded(checkpoint: Path, algorithm: str) -> None
 
 
 def test_answers_are_those_without_speculation(checkpoint: Path, algorithm: str) -> None:
-    """In padded batches, with reused prefixes, under the flag."""
+    """The deterministic flag is on; batches are padded, and some requests reuse prefixes."""
     prompts = random_prompts(2, LENGTHS)
     turns: list[list[int]] = []
     with serving(checkpoint, "plain", None, EXACT, *GRAPHS) as plain:
