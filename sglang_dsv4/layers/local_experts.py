@@ -21,9 +21,10 @@ class LocalExperts(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         parallel = get_parallel()
-        self.num_local_experts = config.n_routed_experts // parallel.moe_ep_size
+        self.expert_ranks, self.channel_ranks = parallel.moe_ep_size, parallel.moe_tp_size
+        self.num_local_experts = config.n_routed_experts // self.expert_ranks
         self.first_local_expert = parallel.moe_ep_rank * self.num_local_experts
-        self.num_local_channels = config.moe_intermediate_size // parallel.moe_tp_size
+        self.num_local_channels = config.moe_intermediate_size // self.channel_ranks
         self.channel_rank = parallel.moe_tp_rank
 
     def add_parameter(self, name: str, tensor: Tensor) -> None:

@@ -10,7 +10,6 @@ import time
 
 import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
-from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_dsv4.layers.after_loading import AfterLoading
@@ -47,7 +46,7 @@ class PackedExperts(LocalExperts):
             not config.nvfp4_experts,
             d,
             config.moe_intermediate_size,
-            get_parallel().moe_tp_size,
+            self.channel_ranks,
         )
         if reason is not None:
             raise ConfigError("moe_runner_backend", RUNNER, f"another one: {reason}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 ENTRY = re.compile(r"_\d+")
-"""What SGLang appends to a batch's id for the ids of its entries."""
+"""SGLang appends it to a batch's id for the ids of its entries."""
 HIDDEN = "\0"
 """Begins the id of a request while an abort that does not mean it is handled."""
 

@@ -108,7 +108,7 @@ def test_an_unknown_id_ends_no_request(end: Callable[..., Any]) -> None:
 
 
 def test_a_batch_ends_with_its_entries(end: Callable[..., Any]) -> None:
-    """Where several processes answer clients, one passes on a batch's id; an entry's id ends with its number."""
+    """One of several processes that answer clients passes on a batch's id; an entry's id ends with its number."""
     entries = ("a_0", "a_1", "a_12")
     assert end("a", IDS[1:], processes=2) == [entries] * 3 + [()]
     assert end("a", ("b", "a_3"), processes=2) == [("a_3",)] * 4
