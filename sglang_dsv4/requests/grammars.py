@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sglang_dsv4 import env
+from sglang_dsv4.seam import compat
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 SECONDS = "SGLANG_DSV4_GRAMMAR_SECONDS"
 DEFAULT_SECONDS = 30
 NICE = 5
-"""What is added to the niceness of a thread that compiles, and of the threads that it starts."""
+"""Added to the niceness of a thread that compiles, and of the threads that it starts."""
 MOST_KEPT = 16
 """Grammars that are kept for a request that sends them again, of those that were compiled after their requests had been
 refused."""
@@ -197,9 +198,10 @@ def compile_within_limit(
     limit = limit_s()
     if live_parts() is None or limit is None or backend.cache.get(key):
         return original(backend, key, require_reasoning)
+    compile_it, threads = compat.grammar_compiler(backend)
     if backend not in _of_backend:
-        _of_backend[backend] = Compilations(limit, backend.executor._max_workers)
-    return _of_backend[backend].ask(key, require_reasoning, backend._init_value_dispatch), False
+        _of_backend[backend] = Compilations(limit, threads)
+    return _of_backend[backend].ask(key, require_reasoning, compile_it), False
 
 
 def refuse_slow_grammars(original: Callable[..., list[Req]], manager: GrammarManager) -> list[Req]:
