@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PART = (
     "tests/kernels/quant",
     "tests/kernels/rope",
-    "tests/kernels/linear/test_linear.py",
     "tests/serving/test_chat.py",
 )
 """Reference ops, and a server."""
