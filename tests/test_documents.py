@@ -87,7 +87,7 @@ def test_links_resolve(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_files_that_a_document_names_exist(path: Path) -> None:
-    """With `file.py: name`, the file also defines the name."""
+    """If a document says `file.py: name`, the file also defines the name."""
     missing = []
     for file, name in QUOTED_PATH.findall(path.read_text()):
         if not (ROOT / file).exists():

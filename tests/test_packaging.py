@@ -102,7 +102,7 @@ def test_wheel_declares_license_entry_points_and_gpu_extra(wheel: Path) -> None:
 
 
 def test_every_module_imports_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    """In a fresh process, outside the checkout, with the wheel's modules in front of the editable install's."""
+    """The process is fresh and outside the checkout, with the wheel's modules in front of the editable install's."""
     code = (
         "import importlib, sys\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"  # the checkout's finder

@@ -64,7 +64,7 @@ def test_one_log_line_says_what_the_start_took(server: Server) -> None:
 
 
 def test_messages_about_other_machines_are_not_printed(server: Server) -> None:
-    """Some twenty lines, the same in each process, stood around the lines that matter."""
+    """SGLang printed some twenty irrelevant lines in each process, between the relevant ones."""
     for message in (*noise.WARNINGS, *noise.LOGGED):
         assert message.begin not in server.log, message.why
 
@@ -181,7 +181,7 @@ def test_clean_leaves_the_users_checkpoints(tmp_path: Path) -> None:
 
 
 def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
-    """It used to end with the socket's OverflowError."""
+    """A port of 70000 used to end with the socket's OverflowError."""
     done = quickstart("--model-path", str(checkpoint), "--port", "70000")
     assert done.returncode == 1
     assert done.stderr.strip().startswith("70000 is no port")

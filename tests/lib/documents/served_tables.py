@@ -30,15 +30,16 @@ STEPS = [
 ]
 
 
-def served(name: str, wanted: list[tuple[str, str, int, str]]) -> str:
-    """Both servers and their ratio, for each (label, work, requests, metric) that the file has."""
-    found = {(row["work"], row["requests"], row["metric"]): row for row in load(name)["rows"]}
+def served(*parts: tuple[str, list[tuple[str, str, int, str]]]) -> str:
+    """Both servers and their ratio: for each file, each (label, work, requests, metric) that it has."""
 
     def rows() -> Iterator[list[str]]:
-        for label, *key in wanted:
-            row = found.get(tuple(key))
-            if row is not None:
-                yield [label, whole(row["ours"]), whole(row["builtin"]), f"{row['ratio']:.2f}"]
+        for name, wanted in parts:
+            found = {(row["work"], row["requests"], row["metric"]): row for row in load(name)["rows"]}
+            for label, *key in wanted:
+                row = found.get(tuple(key))
+                if row is not None:
+                    yield [label, whole(row["ours"]), whole(row["builtin"]), f"{row['ratio']:.2f}"]
 
     return markdown(("", "ours", "built-in", "ratio"), rows())
 
@@ -190,9 +191,9 @@ def deterministic() -> str:
 
     def rows() -> Iterator[list[str]]:
         for name, label in (
-            ("exact_h100", "one H100"),
-            ("exact_h100_x2", "two H100s, `--tp 2`"),
-            ("exact_h200", "one H200"),
+            ("determinism_h100", "one H100"),
+            ("determinism_h100_x2", "two H100s, `--tp 2`"),
+            ("determinism_h200", "one H200"),
         ):
             result = load(name)
             # SGLang's own test counts distinct samples, which are not answers compared with a cold one.
@@ -217,10 +218,10 @@ def deterministic_price() -> str:
     rows = (
         [
             labels[row["work"]].format(row["requests"]),
-            *(whole(row[key]) for key in ("default", "exact")),
+            *(whole(row[key]) for key in ("default", "deterministic")),
             f"{row['ratio']:.2f}",
         ]
-        for row in load("exact_h200")["rows"]
+        for row in load("determinism_h200")["rows"]
     )
     return markdown(("tok/s", "default", "under the flag", "ratio"), rows)
 

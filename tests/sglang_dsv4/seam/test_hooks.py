@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dsv4.seam import hooks, install
+from sglang_dsv4.seam import hook_kinds, hooks, install
 from sglang_dsv4.seam.hooks import HOOKS, SELF_CHECK, Hook, Kind, Process
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ def test_the_document_is_made_from_the_table() -> None:
 def test_a_row_is_there_once_and_complete() -> None:
     assert len({(hook.target, hook.function) for hook in ALL}) == len(ALL)
     assert all(hook.why and hook.until for hook in ALL)
-    assert set(hooks.KINDS) == set(Kind)
+    assert set(hook_kinds.KINDS) == set(Kind)
 
 
 @pytest.mark.parametrize("hook", ALL, ids=name_of)
@@ -59,7 +59,7 @@ def test_the_target_exists_in_the_tested_version(hook: Hook) -> None:
 
 @pytest.mark.parametrize("hook", [hook for hook in ALL if hook.kind in IN_REGISTRY], ids=name_of)
 def test_our_function_can_take_the_targets_arguments(hook: Hook) -> None:
-    """It takes required arguments by position or, as SGLang passes them to some targets, by name."""
+    """Our function takes required arguments by position or, as SGLang passes them to some targets, by name."""
     target, ours = pkgutil.resolve_name(hook.target), install.ours(hook)
     try:
         parameters = inspect.signature(inspect.unwrap(getattr(target, "__func__", target))).parameters.values()
