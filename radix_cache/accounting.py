@@ -36,7 +36,7 @@ class PrefixReport:
 
     @property
     def why(self) -> str:
-        """Where the prompt leaves the stored ones, and why fewer tokens than that were reused, for people."""
+        """A sentence for people: the token at which the prompt leaves the stored ones, and why fewer tokens were reused."""
         stored, hit = self.stored_tokens, self.hit_tokens
         if self.differs:
             found = f"prompt differs from the stored one at token {stored}"

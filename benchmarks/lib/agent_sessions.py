@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Program:
-    """What the sessions of one agent program share."""
+    """The parts that the sessions of one agent program share."""
 
     system: str
     tools: tuple[Message, ...]
