@@ -36,7 +36,7 @@ class PrefixReport:
 
     @property
     def why(self) -> str:
-        """A sentence for people: the token at which the prompt leaves the stored ones, and why fewer tokens were reused."""
+        """A sentence for people: the token at which the prompt leaves the stored ones, and why less was reused."""
         stored, hit = self.stored_tokens, self.hit_tokens
         if self.differs:
             found = f"prompt differs from the stored one at token {stored}"
