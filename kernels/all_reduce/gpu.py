@@ -241,10 +241,9 @@ def _run(name: str, part: Tensor, mailboxes: Mailboxes) -> Tensor:
             f"all_reduce: a part of {num_bytes} bytes; expected a multiple of {VECTOR_BYTES} and at most "
             f"{plan.most_bytes}, the size that the mailboxes were made for"
         )
-    out = torch.empty_like(part)
-    if num_bytes:
-        vectors = num_bytes // VECTOR_BYTES
-        launcher = compile(architecture(name, part.device), plan.ranks, plan.threads, part.dtype)
+    out, vectors = torch.empty_like(part), num_bytes // VECTOR_BYTES
+    launcher = compile(architecture(name, part.device), plan.ranks, plan.threads, part.dtype)
+    if vectors:
         arguments = _arguments(part, out, vectors, mailboxes)
         launcher(arguments, Int32(plan.ctas(vectors)), current_stream(part.device))
     return out

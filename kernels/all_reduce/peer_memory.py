@@ -8,6 +8,7 @@ process lives. Handles travel through the group's CPU process group.
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from torch.distributed import ProcessGroup
 
 from dsv4_kernels.all_reduce.mailboxes import Mailboxes
 from dsv4_kernels.all_reduce.plan import Plan
+from dsv4_kernels.registry import select
 
+TRY_SECONDS = 20.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -58,6 +61,29 @@ def connect(
         torch.cuda.synchronize(device)
         _gathered(None, cpu_group)  # no rank sends before all mailboxes are empty
     return Mailboxes(group, rank, made, addresses, buffer_of, failed, late, int(seconds * 1e9))
+
+
+def try_out(mailboxes: Mailboxes, cpu_group: ProcessGroup, device: torch.device, seconds: float = TRY_SECONDS) -> None:
+    """Sums once over all ranks, which call it at the same time, and compares the result.
+
+    Raises:
+        CannotConnectError: on all ranks, if on any rank parts did not arrive or the sum is wrong.
+    """
+    short = replace(mailboxes, time_limit=int(seconds * 1e9))
+    part = torch.full((mailboxes.plan.channels, 8), float(mailboxes.rank + 1), dtype=torch.bfloat16, device=device)
+    implementation = select("all_reduce", part.device, part.dtype, None)
+    implementation(part[:0], short)  # compiles
+    _gathered(None, cpu_group)
+    made = implementation(part, short)
+    torch.cuda.synchronize(device)
+    reason, late = "", mailboxes.late_ranks()
+    if late:
+        reason = f"rank {mailboxes.rank} waited {seconds:g} s for the stores of ranks {late}"
+    elif not bool((made == sum(range(1, mailboxes.ranks + 1))).all()):
+        reason = f"rank {mailboxes.rank} got a wrong sum"
+    reasons = [text for text in _gathered(reason, cpu_group) if text]
+    if reasons:
+        raise CannotConnectError("; ".join(reasons))
 
 
 def _allocate(num_bytes: int) -> tuple[int, bytes, str]:

@@ -11,6 +11,7 @@ MOST_CHANNELS = 128
 THREADS = 256
 """Threads of a CTA, unless a benchmark tries others."""
 BUFFERS = 2
+MOST_MAILBOX_BYTES = 1 << 30
 EMPTY = 0xFFFFFFFF
 """A word that says that nothing has arrived: as bf16 and as fp32 a NaN that no arithmetic instruction returns."""
 NAN = 0x7FFFFFFF
@@ -38,7 +39,7 @@ class Plan:
         """The plan for sums of at most `most_bytes` bytes.
 
         Raises:
-            ValueError: more ranks or channels than a kernel serves, or no bytes.
+            ValueError: more ranks or channels than a kernel serves, no bytes, or mailboxes that are too large.
         """
         if not 2 <= ranks <= MOST_RANKS or not 1 <= channels <= MOST_CHANNELS or most_bytes < 1:
             raise ValueError(
@@ -47,7 +48,13 @@ class Plan:
             )
         blocks = -(-most_bytes // (threads * VECTOR_BYTES))
         channels = min(channels, blocks)
-        return Plan(ranks, threads, channels, -(-blocks // channels))
+        made = Plan(ranks, threads, channels, -(-blocks // channels))
+        if made.mailbox_bytes > MOST_MAILBOX_BYTES:
+            raise ValueError(
+                f"all_reduce: sums of {most_bytes} bytes over {ranks} ranks need mailboxes of {made.mailbox_bytes} "
+                f"bytes; at most {MOST_MAILBOX_BYTES} are possible"
+            )
+        return made
 
     @property
     def place_bytes(self) -> int:

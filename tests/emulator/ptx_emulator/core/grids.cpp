@@ -8,6 +8,7 @@
 
 constexpr size_t kStartedAtOnce = 4;  // clusters of a GPU, in addition to those that a running cluster waits for
 constexpr int kMostJumps = 64;        // of the timer, before a wait counts as a deadlock
+constexpr int kPatience = 12;          // turns without progress before stores in flight become visible
 constexpr u64 kJumpNs = 1000000000;
 
 void Grid::first_cta(u64 cluster, u32 *id) const {
@@ -101,7 +102,7 @@ void start_early(Clusters &clusters) {
 void run_grids() {
   Machine &m = machine;
   Clusters clusters;
-  int idle = 0, jumps = reads_timer() ? 0 : kMostJumps;
+  int idle = 0, patience = 0, jumps = reads_timer() ? 0 : kMostJumps;
   while (grids_are_left()) {
     start_early(clusters);
     u64 before = m.progress;
@@ -111,7 +112,7 @@ void run_grids() {
       busy |= turn(c);
       if (m.schedule == Schedule::Random && m.random() % 4 == 0)
         for (u64 n = m.random() % (4 + c.in_flight.size() / 8); n; n--) complete_one(c);
-      if (c.live.empty()) {
+      if (c.live.empty() && c.in_flight.empty()) {  // a grid ends when all of its stores are visible
         clusters.end(k);
         busy = true;
       } else {
@@ -122,8 +123,18 @@ void run_grids() {
       idle = 0;
       continue;
     }
+    // A strong load ends a warp's turn, also one that saw what it waited for: let its warp come to its next loads before more
+    // stores become visible.
+    size_t in_flight = 0;
+    for (auto &c : m.active) in_flight += c->in_flight.size();
+    if (in_flight && ++patience <= kPatience) continue;
+    patience = 0;
     bool completed = false;
-    for (auto &c : m.active) completed = completed || complete_one(*c);
+    for (u64 left = in_flight ? 1 + m.random() % (1 + in_flight / 4) : 1; left; left--) {
+      size_t first = in_flight ? m.random() % m.active.size() : 0, k = 0;
+      while (k < m.active.size() && !complete_one(*m.active[(first + k) % m.active.size()])) k++;
+      completed |= k < m.active.size();
+    }
     if (completed) {
       idle = 0;
       continue;
@@ -141,7 +152,8 @@ void run_grids() {
       idle = 0;
     }
     if (idle > 64) {
-      Warp *w = m.active[0]->live[0];
+      Warp *w = nullptr;
+      for (auto &c : m.active) w = c->live.empty() ? w : c->live[0];
       fail(ErrorKind::Deadlock, w, &m.program->code[w->groups.empty() ? 0 : w->groups[0].pc], "%s",
            who_waits_for_what().c_str());
     }
