@@ -165,7 +165,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("ranks", [2, MOST_RANKS])
 @pytest.mark.parametrize("most_bytes", [1, 4096, 70_000, 3 << 20])
 def test_no_two_vectors_share_a_place(ranks: int, most_bytes: int) -> None:
-    """Of launches of all sizes: a place belongs to one channel, and lies in the mailbox."""
+    """In launches of all sizes a place belongs to one channel, and lies in the mailbox."""
     plan = Plan.of(ranks, most_bytes)
     assert plan.most_bytes >= most_bytes and plan.channels <= MOST_CHANNELS
     assert plan.mailbox_bytes == BUFFERS * plan.channels * plan.places * ranks * plan.threads * VECTOR_BYTES

@@ -62,8 +62,10 @@ class Ranks:
 
 
 def parts_of(shape: tuple[int, ...], ranks: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """A random part for each rank. In every third column the first two of several cancel, so that another order of adding
-    gives other bits."""
+    """A random part for each rank; in every third column the first two of several cancel.
+
+    Another order of adding then gives other bits.
+    """
     g = torch.Generator().manual_seed(seed)
     scale = torch.logspace(-3, 3, 31)[torch.randint(31, (ranks, *shape), generator=g)]
     parts = (torch.randn(ranks, *shape, generator=g) * scale).to(dtype)
