@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests.chat_switches import ENCODING
+from sglang_dsv4.requests.chat.switches import ENCODING
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionMessageParam, ChatCompletionRequest

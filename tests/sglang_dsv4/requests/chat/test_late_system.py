@@ -12,8 +12,8 @@ from sglang.srt.entrypoints.openai.serving_deepseek_recipe import DeepSeekRecipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
-from sglang_dsv4.requests import late_system
-from sglang_dsv4.requests.late_system import FRONT, IN_PLACE, REMINDER
+from sglang_dsv4.requests.chat import late_system
+from sglang_dsv4.requests.chat.late_system import FRONT, IN_PLACE, REMINDER
 
 NAMES = {
     "<｜begin▁of▁sentence｜>": "<B>",
