@@ -83,16 +83,14 @@ def set_up(device: torch.device) -> None:
     if reason:
         if choice() == "ours":
             raise ConfigError(VARIABLE, "ours", f"auto or sglang here, since {reason}")
-        logger.info("sums over %d ranks: SGLang's all-reduce, since %s", group.world_size, reason)
+        if group.rank_in_group == 0:
+            logger.info("sums over %d ranks: SGLang's all-reduce, since %s", group.world_size, reason)
         return
     _mailboxes = made
     threading.Thread(target=_watch, args=(made,), name="sums over ranks", daemon=True).start()
-    logger.info(
-        "sums over %d ranks of up to %.1f MB: ours; mailboxes of %.1f MB a rank",
-        made.ranks,
-        made.most_bytes / 2**20,
-        made.plan.mailbox_bytes / 2**20,
-    )
+    if made.rank == 0:
+        most, mailbox = made.most_bytes / 2**20, made.plan.mailbox_bytes / 2**20
+        logger.info("sums over %d ranks of up to %.1f MB: ours; mailboxes of %.1f MB a rank", made.ranks, most, mailbox)
 
 
 def total(part: Tensor) -> Tensor | None:

@@ -53,7 +53,7 @@ def set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]
         if word is not None:
             monkeypatch.setenv(peer_sums.VARIABLE, word)
         peer_sums.choice.cache_clear()
-        group = SimpleNamespace(world_size=ranks, device_group=None, cpu_group=None)
+        group = SimpleNamespace(world_size=ranks, rank_in_group=0, device_group=None, cpu_group=None)
         monkeypatch.setattr(peer_sums, "get_tp_group", lambda: group)
         monkeypatch.setattr(peer_memory, "connect", connect)
         monkeypatch.setattr(peer_memory, "try_out", try_out)
