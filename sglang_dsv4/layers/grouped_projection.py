@@ -126,9 +126,9 @@ class GroupedProjection(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         parallel = get_parallel()
-        self.groups, self.head_dim = config.o_groups // parallel.tp_size, config.head_dim
+        self.groups, self.head_dim = config.o_groups // parallel.attn_tp_size, config.head_dim
         shape = self.groups, config.o_lora_rank, config.num_attention_heads * self.head_dim // config.o_groups
-        load_own_rows = load_row_shard(parallel.tp_rank)
+        load_own_rows = load_row_shard(parallel.attn_tp_rank)
         generation = None if builds_on_cpu() else torch.cuda.get_device_capability()[0]
         self.kept = kept(config, generation, torch.get_default_dtype())
         if self.kept == "bf16":

@@ -52,7 +52,8 @@ def is_on() -> bool:
 
 def may_be() -> bool:
     """Whether forwards of this process may have their rows sharded."""
-    return get_parallel().tp_size > 1 and is_on()
+    parallel = get_parallel()
+    return parallel.tp_size > 1 and parallel.attn_dp_size == 1 and is_on()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ DISPATCHER = "_request_dispatcher"
 PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
+FORWARD_IS_ON_CPU = "_is_cpu"
 LOG_SOFTMAX = "enable_deterministic"
 GENERATE_ROUTE = "serve_generate_request"
 
@@ -107,6 +108,7 @@ _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _VALIDATES = "SGLang validates the value and answers 400"
+_ASKS_PLATFORM = "SGLang asks the platform first"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
@@ -412,10 +414,13 @@ HOOKS = (
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
-         "SGLang would replace PyTorch's products by Triton kernels", "SGLang asks the platform first"),
+         "SGLang would replace PyTorch's products by Triton kernels", _ASKS_PLATFORM),
     Hook(f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_config",
          "SGLang would pad heads and intermediate sizes for its own CPU layers", "SGLang asks the model first"),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:pad_on_cpu", "with attention data parallelism SGLang would pin memory here", _ASKS_PLATFORM,
+         only_cpu=True),
     Hook("sglang.srt.model_loader.loader._get_quantization_config", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:skip_gpu_quantisation",
          "weights are dequantised while they are loaded; SGLang's FP8 method refuses float32",
@@ -451,6 +456,9 @@ HOOKS = (
     Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
          "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
+    Hook(f"{_RUNNER}.forward_batch_info.{FORWARD_IS_ON_CPU}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_CPU}.overrides:is_on_cpu", "while a batch is padded, it is on a CPU (`cpu.overrides.pad_on_cpu`)",
+         _ASKS_PLATFORM, only_cpu=True),
     Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
          f"{_CPU}.speculation:view_as_on_a_gpu", "while that step runs, the arguments' device is a GPU "
          "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as EAGLE's does", only_cpu=True),

@@ -72,7 +72,7 @@ REFUSALS = (
     Refusal("--device", other_than(None, "cpu", "cuda"), "this package serves on NVIDIA GPUs and on CPUs"),
     Refusal("--use-ray", bool, "start one server on each host by --nnodes and --node-rank"),
     # ---- parallelism
-    *flags("--pp-size --attn-dp-size", above(1), USE_TENSOR_PARALLELISM),  # the latter also by --enable-dp-attention
+    *flags("--pp-size", above(1), USE_TENSOR_PARALLELISM),
     *flags("--dcp-size --attn-cp-size --moe-dp-size --dwdp-size", above(1), USE_TENSOR_PARALLELISM),
     *flags("--enable-prefill-cp --enable-kv-cache-sharding", bool, USE_TENSOR_PARALLELISM),
     *flags(
