@@ -244,9 +244,7 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(
-        self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS
-    ) -> Tensor:
+    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS) -> Tensor:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `input_ids [T]`.
 
         `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is

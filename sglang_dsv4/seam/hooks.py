@@ -109,6 +109,8 @@ _POOLS = "KV pools, their sizing and their reports can be registered, as radix c
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _VALIDATES = "SGLang validates the value and answers 400"
 _ASKS_PLATFORM = "SGLang asks the platform first"
+_ALL_GROUPS = "sglang_dsv4.seam.all_groups"
+_GROUPS_DIFFER = "SGLang's ranks agree that they are idle"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
 _CALLS = "SGLang gives a tool call to the client only if it is complete and its arguments are a JSON object"
@@ -346,6 +348,12 @@ HOOKS = (
     Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.weights.session:note_lost_weights",
          "weights whose memory was released without a copy must come whole", _UPDATES),
+    Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AROUND, Process.SCHEDULER,
+         f"{_ALL_GROUPS}:flush", "all groups of attention data parallelism are flushed, or none", _GROUPS_DIFFER),
+    Hook("sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle", Kind.AROUND,
+         Process.SCHEDULER, f"{_ALL_GROUPS}:flush_at_once", "a flush that waits is refused there", _GROUPS_DIFFER),
+    Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.BEFORE, Process.SCHEDULER,
+         f"{_ALL_GROUPS}:require_idle", "memory is released on all ranks, or on none", _GROUPS_DIFFER),
     Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
          "SGLang publishes its gauges after a flush"),
@@ -411,6 +419,10 @@ HOOKS = (
          f"{_REQUESTS}.sampling:sample_with_seeds", "a seeded request's candidates do not depend on the batch", _SEEDS),
     Hook(f"{_SAMPLER}.multinomial_with_seed", Kind.AROUND, Process.SCHEDULER,
          f"{_REQUESTS}.sampling:draw", "SGLang's seeded draw is a Triton kernel; a CPU needs another", _SEEDS),
+    Hook("sglang.srt.managers.data_parallel_controller.DataParallelController.round_robin_scheduler", Kind.AROUND,
+         Process.SCHEDULER, "sglang_dsv4.prefix.rank_choice:dispatch",
+         "a request goes to the data-parallel rank where most of its prompt is cached",
+         "load-balancing methods can be registered"),
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
@@ -418,6 +430,10 @@ HOOKS = (
     Hook(f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_config",
          "SGLang would pad heads and intermediate sizes for its own CPU layers", "SGLang asks the model first"),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_DRAFT_CHAIN}:plan_padded_batch",
+         "a draft's metadata has the rows that attention data parallelism adds after SGLang has planned it",
+         "SGLang plans a draft's step after it has padded the batch"),
     Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:pad_on_cpu", "with attention data parallelism SGLang would pin memory here", _ASKS_PLATFORM,
          only_cpu=True),

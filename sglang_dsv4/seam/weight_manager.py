@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -22,7 +23,12 @@ def runners_of(manager: SchedulerWeightUpdaterManager, selector: str = "all") ->
 
 def is_idle(manager: SchedulerWeightUpdaterManager) -> bool:
     """Whether the cache can be flushed now; requests that wait while the engine is paused have no KV."""
-    return manager.is_fully_idle(ignore_waiting=manager.scheduler._engine_paused)
+    return engine_is_idle(manager.scheduler)
+
+
+def engine_is_idle(scheduler: Scheduler) -> bool:
+    """Whether this rank's cache can be flushed now, see `is_idle`."""
+    return scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
 
 
 def timed(manager: SchedulerWeightUpdaterManager, source: str) -> AbstractContextManager[None]:
