@@ -60,7 +60,8 @@ class HyperConnection(nn.Module):
             rows: this rank's share of the rows in `pending`.
 
         Returns:
-            the normed input of all tokens, or of the tokens of all groups; and the `Pending` of this sublayer, still without its output.
+            the normed input of all tokens, or of the tokens of all groups; and the `Pending` of this sublayer, still
+            without its output.
         """
         fp8 = self.quantises and rows.is_whole  # other rows are gathered in bf16, and quantised after that
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)

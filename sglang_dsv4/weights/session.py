@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
-from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.all_groups import true_in_all_groups
+from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
 from sglang_dsv4.weights.checkpoint_files import read_config, stated
 from sglang_dsv4.weights.loader import CheckpointError
