@@ -70,9 +70,7 @@ def require_idle(manager: SchedulerWeightUpdaterManager, request: object) -> Non
         ValueError: a group has requests.
     """
     if not true_in_all_groups(is_idle(manager)):
-        raise ValueError(
-            "/release_memory_occupation needs an idle server: POST /pause_generation with mode abort first"
-        )
+        raise ValueError("the server is not idle: POST /pause_generation with mode abort, or wait for its requests")
 
 
 def _is_ours(scheduler: Scheduler) -> bool:
