@@ -45,9 +45,9 @@ with 4 and 2 output groups a rank at 480 and 600, with Pro's 16 at 630."""
 FEW_TOKENS = 16
 """MOST_TOKENS where the weight is kept in bf16 as well."""
 MOST_BYTES_OF_GROUPS = 3 << 30
-"""With attention data parallelism every group of ranks has the attention's weights: a bf16 form larger than this, of all
-layers on a rank, is not kept beside the FP8 form, and the memory goes to KV. Flash's is 2.7 GiB / attn_tp_size, Pro's
-7.6."""
+"""With attention data parallelism each group has the attention's weights: a bf16 form of all layers that takes
+more than this on a rank is not kept beside the FP8 form, and the memory goes to KV. Flash's takes 2.7 GiB /
+attn_tp_size, Pro's 7.6."""
 
 
 def asked() -> str | None:

@@ -241,8 +241,8 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
     beside = f"with --attn-dp-size {groups}"
     if arguments.speculative_algorithm == "DSPARK" and of_group > 1:
         raise ValueError(
-            f"sglang-dsv4 does not support --speculative-algorithm DSPARK {beside} and --tp-size {ranks}: SGLang drafts "
-            f"with one rank a group. Use --attn-dp-size {ranks}, or leave the drafts out."
+            f"sglang-dsv4 does not support --speculative-algorithm DSPARK {beside} and --tp-size {ranks}: SGLang "
+            f"drafts with one rank a group. Use --attn-dp-size {ranks}, or leave the drafts out."
         )
     if arguments.speculative_algorithm is not None and drafts % of_group:
         raise ValueError(
