@@ -235,7 +235,7 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
     groups, ranks = arguments.attn_dp_size, arguments.tp_size
     if groups == 1:
         return
-    if ranks % groups:
+    if groups < 1 or ranks % groups:
         raise ValueError(f"--attn-dp-size must divide --tp-size: got {groups} and {ranks}")
     of_group, drafts = ranks // groups, arguments.speculative_num_draft_tokens or 1
     beside = f"with --attn-dp-size {groups}"
