@@ -37,6 +37,13 @@ SWITCHES = (
         "tool calls that deviate from the format and have one reading: repaired, or left as text",
     ),
     Switch(
+        "SGLANG_DSV4_GRAMMAR_SECONDS",
+        (),
+        "30",
+        "seconds that a request's grammar may be compiled for; 0: no limit",
+        form="a number",
+    ),
+    Switch(
         "SGLANG_DSV4_QAT",
         ("off", "kv", "full"),
         "full for a quantised checkpoint, else off",

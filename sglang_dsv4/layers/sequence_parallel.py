@@ -52,8 +52,7 @@ def is_on() -> bool:
 
 def may_be() -> bool:
     """Whether forwards of this process may have their rows sharded."""
-    parallel = get_parallel()
-    return parallel.tp_size > 1 and parallel.attn_dp_size == 1 and is_on()
+    return get_parallel().tp_size > 1 and is_on()
 
 
 @dataclass(frozen=True)

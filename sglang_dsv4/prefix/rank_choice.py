@@ -32,7 +32,7 @@ from dsv4_radix_cache.pages import pages_for, whole_pages
 from dsv4_radix_cache.rank_index import RankIndex
 from dsv4_radix_cache.ring import PAGE_TOKENS
 from sglang_dsv4 import env
-from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.hook_kinds import NAME
 
 if TYPE_CHECKING:
     from sglang.srt.managers.data_parallel_controller import DataParallelController

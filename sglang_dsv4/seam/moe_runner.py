@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.hook_kinds import NAME
 
 logger = logging.getLogger(__name__)
 
 RUNNER = NAME
-RUNNERS_WITH_CLAMP = ("auto", "triton", "deep_gemm", "marlin", "flashinfer_mxfp4", "flashinfer_cutlass", "humming")
-"""SGLang's MoE runners that apply `swiglu_limit`; the other runners accept it and ignore it."""
+RUNNERS_WITH_CLAMP = ("auto", "marlin", "flashinfer_mxfp4")
+"""SGLang's MoE runners that multiply MXFP4 experts on NVIDIA GPUs and apply `swiglu_limit`; others accept the limit and
+ignore it, or expect another format."""
 NVFP4_RUNNERS_WITH_CLAMP = ("flashinfer_trtllm_routed", "flashinfer_cutlass", "marlin")
 """Runners for NVFP4 experts that apply `swiglu_limit`. The first two multiply in NVFP4 on Blackwell; SGLang chooses the
 first one by default (on Hopper, too, where its error asks for Marlin). Marlin multiplies in bf16."""
+ON_BLACKWELL = ("flashinfer_mxfp4", *NVFP4_RUNNERS_WITH_CLAMP[:2])
+"""Runners that serve on Blackwell, where SGLang chooses one of them itself."""
 LEAST_CHANNELS = 256
 """The fewest columns of an expert's matrix: its rows' factors are stored in the memory of its scales."""
 
@@ -46,6 +49,14 @@ def reason_against(
             f"{LEAST_CHANNELS}"
         )
     return None
+
+
+def may_be_named(runner: str) -> bool:
+    """Whether a user may name this runner on this machine's GPU."""
+    import torch
+
+    on_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
+    return runner in ("auto", RUNNER, "marlin") or (on_blackwell and runner in ON_BLACKWELL)
 
 
 def serves(arguments: Any, model_config: Any) -> bool:

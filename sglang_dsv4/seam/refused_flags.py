@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from sglang_dsv4 import env
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.seam.hooks import NAME
-from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNER, RUNNERS_WITH_CLAMP
+from sglang_dsv4.seam import moe_runner
+from sglang_dsv4.seam.hook_kinds import NAME
 
 Predicate = Callable[[Any], bool]
 
@@ -62,12 +62,19 @@ OUR_LOADER = "weights are read from safetensors files and rearranged once; leave
 ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
 NOT_REPORTED = "the model does not report it; leave it out"
 NO_PREFILL_GRAPHS = "prefills run without CUDA graphs; leave it out"
+COLLECTIVES = "the ranks' sums by it were never compared with others; leave it out"
+PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and deepseekv4, or auto"
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
 OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
 OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
 TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave it out"
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+DUMPS = "a layer's result is not one tensor; SGLANG_DSV4_COMPARE_ATTENTION writes the attention's"
+
+FP8_PRODUCTS = ("auto", "deep_gemm")
+BF16_PRODUCTS = ("auto", "torch")
+STORAGE = (None, "file", "mooncake", "nixl", "dynamic")
 
 REFUSALS = (
     Refusal("--device", other_than(None, "cpu", "cuda"), "this package serves on NVIDIA GPUs and on CPUs"),
@@ -82,11 +89,6 @@ REFUSALS = (
         "SGLANG_DSV4_SEQUENCE_PARALLEL=on divides the tokens of a prefill among the ranks",
     ),
     # ---- experts
-    *flags(
-        "--moe-runner-backend --speculative-moe-runner-backend",
-        other_than(None, RUNNER, *RUNNERS_WITH_CLAMP, *NVFP4_RUNNERS_WITH_CLAMP),
-        "it leaves out the clamp of SwiGLU; leave it out",
-    ),
     Refusal("--moe-a2a-backend", other_than("none"), "experts are summed by an all-reduce; leave it out"),
     *flags("--enable-eplb --enable-elastic-expert-backup --enable-waterfill", bool, RANKS_ARE_FIXED),
     *flags("--ep-num-redundant-experts", above(0), RANKS_ARE_FIXED),
@@ -106,6 +108,21 @@ REFUSALS = (
         "SGLang's scheduler does not know the name; use --enable-priority-scheduling",
     ),
     # ---- forwards
+    Refusal(
+        "--fp8-gemm-backend",
+        other_than(*FP8_PRODUCTS),
+        "FP8 products are DeepGEMM's, and this package's for few tokens; leave it out",
+        "fp8_gemm_runner_backend",
+    ),
+    Refusal(
+        "--bf16-gemm-backend",
+        other_than(*BF16_PRODUCTS),
+        "its bits change with the number of tokens, and cuBLAS was measured; leave it out",
+    ),
+    Refusal("--flashinfer-mxfp4-moe-precision", other_than("default"), "it was never compared; leave it out"),
+    *flags("--enable-symm-mem --enable-mscclpp --enable-torch-symm-mem", bool, COLLECTIVES),
+    Refusal("--enable-nccl-nvls", bool, f"{COLLECTIVES}, or set NCCL_NVLS_ENABLE=1 yourself"),
+    Refusal("--flashinfer-allreduce-fusion-backend", other_than(None, "auto"), COLLECTIVES),
     *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),
     Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
     *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
@@ -141,7 +158,12 @@ REFUSALS = (
     Refusal(
         "--hicache-host-memory-fraction", other_than(None, 0.8), "give the size by --hicache-ratio or --hicache-size"
     ),
-    Refusal("--hicache-storage-backend", lambda name: name == "sim", "it keeps no bytes; `file` needs nothing else"),
+    Refusal(
+        "--hicache-storage-backend",
+        other_than(*STORAGE),
+        "no record of this package was ever read back from it; `file` needs nothing else, and "
+        "`dynamic` loads any class",
+    ),
     Refusal("--enable-streaming-session", bool, "a session's rows are not kept"),
     Refusal("--radix-cache-backend", other_than(None, NAME), OUR_CACHE),
     *flags("--enable-unified-memory --enable-page-major-kv-layout --enable-hisparse", bool, OUR_CACHE),
@@ -161,6 +183,15 @@ REFUSALS = (
     # ---- requests and answers
     Refusal("--tokenizer-worker-num", above(1), f"{OTHER_PROCESSES}; leave it out"),
     *flags("--smg-grpc-mode --grpc-mode", bool, OUR_CHECKS),
+    Refusal("--reasoning-parser", other_than(None, "auto", "deepseek-v4"), PARSERS),
+    Refusal("--tool-call-parser", other_than(None, "auto", "deepseekv4"), PARSERS),
+    Refusal("--tool-server", other_than(None), "SGLang runs its tools for gpt-oss only; the client runs this model's"),
+    Refusal("--warmups", other_than(None), "kernels are compiled before the server is ready; leave it out"),
+    Refusal(
+        "--grammar-backend",
+        lambda name: name == "outlines",
+        "it compiles in Python, which stops all other requests; take xgrammar or llguidance",
+    ),
     *flags("--enable-return-aux-hidden-states --enable-return-routed-experts", bool, NOT_REPORTED),
     *flags("--enable-return-indexer-topk", bool, NOT_REPORTED),
     *flags(
@@ -171,8 +202,9 @@ REFUSALS = (
     *flags(
         "--debug-tensor-dump-output-folder --debug-tensor-dump-input-file",
         other_than(None),
-        "a layer's result is not one tensor; SGLANG_DSV4_COMPARE_ATTENTION writes the attention's",
+        DUMPS,
     ),
+    Refusal("--msprobe-dump-config", other_than(None), DUMPS),
     # ---- disaggregation
     Refusal(
         "--disaggregation-mode",
@@ -191,9 +223,25 @@ REFUSALS = (
     Refusal("--speculative-moe-a2a-backend", other_than(None, "none"), OUR_DRAFT),
 )
 
+AS_GIVEN = (
+    Refusal(
+        "--moe-runner-backend",
+        lambda name: not moe_runner.may_be_named(name),
+        "its experts were never compared with the model's here; leave it out, or take marlin on Hopper",
+    ),
+    Refusal(
+        "--speculative-moe-runner-backend",
+        other_than(None, "auto"),
+        "a draft's experts run as the target's; leave it out",
+    ),
+)
+"""Values that SGLang may choose, but no user."""
+
 ON_A_CPU = (
     Refusal("--speculative-use-rejection-sampling", bool, "drafts are accepted by the target's probabilities"),
     Refusal("--enable-strict-thinking", bool, "SGLang applies its mask of tokens by a GPU kernel"),
+    Refusal("--base-gpu-id", above(0), "SGLANG_CPU_OMP_THREADS_BIND chooses the cores; leave it out"),
+    Refusal("--gpu-id-step", above(1), "SGLANG_CPU_OMP_THREADS_BIND chooses the cores; leave it out"),
     Refusal("--enable-forward-pass-metrics", bool, "SGLang times forwards by a GPU's events"),
 )
 
@@ -218,6 +266,11 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         raise ValueError(
             f"sglang-dsv4 does not support --speculative-algorithm {algorithm} with this checkpoint: its draft is "
             "DSpark's, and it has no MTP module. Leave the flag out."
+        )
+    if arguments.enable_watermark and algorithm is not None:
+        raise ValueError(
+            "sglang-dsv4 does not support --enable-watermark with --speculative-algorithm: drafts with marks were "
+            "never checked. Leave one of the two out."
         )
     refuse_with_groups(arguments)
     if envs.SGLANG_RUST_SERVER.get():
@@ -267,13 +320,17 @@ def sequence_parallel_is_on() -> bool:
     return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") == "on"
 
 
-def refuse(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SGLang's view of it
     """Raise for a flag of :data:`REFUSALS`, and on a CPU for one of :data:`ON_A_CPU`.
+
+    Args:
+        arguments: the server's.
+        as_given: no value is SGLang's yet, so those of :data:`AS_GIVEN` are refused, too.
 
     Raises:
         ValueError: names the flag, its value and why.
     """
-    for refusal in (*REFUSALS, *(ON_A_CPU if arguments.device == "cpu" else ())):
+    for refusal in (*REFUSALS, *(AS_GIVEN if as_given else ()), *(ON_A_CPU if arguments.device == "cpu" else ())):
         value = getattr(arguments, refusal.argument)
         if refusal.is_refused(value):
             shown = refusal.flag if value is True else f"{refusal.flag} {value}"

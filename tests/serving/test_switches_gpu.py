@@ -8,13 +8,17 @@ switches' thresholds on the number of tokens; prefixes are reused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 import torch
-from serving.server import output_logprobs, running_server
+from serving.server import Server, output_logprobs, running_server
 from serving.small_release import FLAGS, SHAPE
-from serving.speculation import ask, random_prompts
+from serving.speculation import ask, drafting_flags, random_prompts
+from sglang.srt.sampling.watermarking.detector import detect
 
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
@@ -31,35 +35,56 @@ SWITCHES = (
     (dependent_launch.VARIABLE, "off"),
 )
 FLAG_SETS = {
-    "graphs": "--cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding --enable-cudagraph-gc --pre-warm-nccl",
+    "graphs": "--cuda-graph-backend-decode full --cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding "
+    "--enable-cudagraph-gc --fp8-gemm-backend deep_gemm --moe-runner-backend dsv4 --device cuda",
     "graphs by JSON": '--cuda-graph-config {"decode":{"backend":"full","max_bs":40}} --enable-profile-cuda-graph',
     "breakable graphs": "--cuda-graph-backend-decode breakable",
     "eager graphs": "--debug-cuda-graph",
-    "no graphs": "--disable-decode-cuda-graph --disable-flashinfer-autotune --bf16-gemm-backend torch",
-    "helpers": "--enable-layerwise-nvtx-marker --enable-strict-thinking --reasoning-parser deepseek-v4",
-    "metrics": "--enable-metrics --enable-forward-pass-metrics",
+    "no graphs": "--cuda-graph-backend-decode disabled --disable-decode-cuda-graph --bf16-gemm-backend torch",
+    "helpers": "--enable-layerwise-nvtx-marker --enable-strict-thinking --reasoning-parser deepseek-v4 "
+    "--enable-metrics --enable-forward-pass-metrics --numa-node 0",
 }
 """Flags of SGLang that need a GPU. `docs/server_flags.toml` says that a flag works once its set has run."""
 LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]
 
+WATERMARK_KEY = "1a2b3c4d"
+MEMORY_SAVER = "--enable-memory-saver --enable-weights-cpu-backup --enable-draft-weights-cpu-backup"
+
 Answers = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Answers]:
-    folder = tmp_path_factory.mktemp("switches")
-    write_checkpoint(folder / "checkpoint", SHAPE)
-    prompts = random_prompts(3, LENGTHS * 5)
+def asked(server: Server, prompts: list[list[int]]) -> Answers:
+    """The answers to the prompts, one at a time, 16 and 40 at once."""
+    found = [
+        result for at_once in (1, 16, 40) for result in ask(server, prompts[: at_once + 8], at_once, max_new_tokens=40)
+    ]
+    return [(result["output_ids"], output_logprobs(result)) for result in found]
 
+
+def post(server: Server, path: str, **body: Any) -> Any:
+    response = requests.post(f"{server.url}{path}", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json() if response.content and response.text[0] in "[{" else None
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(3, LENGTHS * 5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("switches") / "checkpoint"
+    write_checkpoint(folder, SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path, prompts: list[list[int]]) -> Callable[..., Answers]:
     def of_server(env: dict[str, str], *flags: str) -> Answers:
-        log = folder / "_".join(["log", *env, *env.values(), *flags[:1]])
-        with running_server(folder / "checkpoint", Path(log), *FLAGS, *MORE, *flags, env=env) as running:
-            found = [
-                result
-                for at_once in (1, 16, 40)
-                for result in ask(running, prompts[: at_once + 8], at_once, max_new_tokens=40)
-            ]
-        return [(result["output_ids"], output_logprobs(result)) for result in found]
+        log = checkpoint.parent / "_".join(["log", *env, *env.values(), *flags[:1]])
+        with running_server(checkpoint, log, *FLAGS, *MORE, *flags, env=env) as running:
+            return asked(running, prompts)
 
     return of_server
 
@@ -81,3 +106,49 @@ def test_no_flag_changes_a_bit(answers: Callable[..., Answers], by_default: Answ
 
 def test_answers_differ_from_each_other(by_default: Answers) -> None:
     assert len({tuple(ids) for ids, _ in by_default}) > len(LENGTHS) / 2
+
+
+def test_a_watermark_is_in_the_answers_that_ask_for_it(
+    checkpoint: Path, prompts: list[list[int]], by_default: Answers
+) -> None:
+    """SGLang's detector finds the key there and nowhere else; other answers keep their bits."""
+    flags = ("--enable-watermark", "--watermark-config", f'{{"key":"{WATERMARK_KEY}"}}')
+    with running_server(checkpoint, checkpoint.parent / "log_watermark", *FLAGS, *MORE, *flags) as server:
+        assert asked(server, prompts) == by_default
+        sampling = {"max_new_tokens": 300, "temperature": 1.0, "ignore_eos": True}
+        body: dict[str, Any] = {"input_ids": prompts[7], "sampling_params": sampling}
+        for marked in (False, True):
+            answer = post(server, "/generate", **body, watermark={"enabled": marked})
+            found = detect(answer["output_ids"], key=WATERMARK_KEY, prompt_token_ids=prompts[7]).combined
+            assert (found.log_p_value < -20) == marked, found  # by chance once in 10^8
+
+
+@pytest.mark.skipif(find_spec("torch_memory_saver") is None, reason="needs the package torch_memory_saver")
+def test_memory_that_was_released_and_taken_again(
+    checkpoint: Path, prompts: list[list[int]], by_default: Answers
+) -> None:
+    """A server with drafts gives back the memory of weights and pools, and has the same answers afterwards."""
+    flags = (*MEMORY_SAVER.split(), *drafting_flags("EAGLE"))
+    expected = [ids for ids, _ in by_default]
+    with running_server(checkpoint, checkpoint.parent / "log_memory", *FLAGS, *MORE, *flags) as server:
+        assert [ids for ids, _ in asked(server, prompts)] == expected
+        free = torch.cuda.mem_get_info()[0]
+        post(server, "/release_memory_occupation")
+        assert torch.cuda.mem_get_info()[0] > free + (100 << 20)  # the pools alone have more
+        post(server, "/resume_memory_occupation")
+        assert [ids for ids, _ in asked(server, prompts)] == expected
+
+
+def test_marlin_computes_the_same_experts(checkpoint: Path, prompts: list[list[int]]) -> None:
+    """SGLang's runner multiplies inputs that are not rounded to FP8: each token of a prompt is about as likely."""
+
+    def likelihoods(*flags: str) -> torch.Tensor:
+        log = checkpoint.parent / "_".join(["log_experts", *flags])
+        with running_server(checkpoint, log, *FLAGS, *flags) as server:
+            sampling = {"max_new_tokens": 1, "temperature": 0}
+            body = {"input_ids": prompts[:8], "sampling_params": sampling, "return_logprob": True}
+            results = post(server, "/generate", **body, logprob_start_len=0)
+        return torch.tensor([entry[0] for one in results for entry in one["meta_info"]["input_token_logprobs"][1:]])
+
+    ours, marlin = likelihoods(), likelihoods("--moe-runner-backend", "marlin")
+    assert (ours - marlin).abs().median() < 0.05 * (ours[1:] - ours[:-1]).abs().median()

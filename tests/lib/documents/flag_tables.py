@@ -42,14 +42,16 @@ def cells(row: tuple[str, str, str]) -> tuple[str, ...]:
 
 def answer(row: Row) -> str:
     """The row's answer in words."""
-    return f"replaced by `{row.by}`" if row.answer == "replaced" else row.answer
+    where = {"gpu": " on a GPU", "cpu": " on a CPU"}.get(row.where, "")
+    return f"replaced by `{row.by}`" if row.answer == "replaced" else row.answer + where
 
 
 def reason(row: Row, flag: Flag) -> str:
     """The row's reason; for a refusal of ours, the reason that the server prints."""
     if row.answer != "refused" or row.why:
         return row.why
-    whys = [refusal.why for refusal in refused_flags.REFUSALS if refusal.flag == flag.name]
+    refusals = refused_flags.ON_A_CPU if row.where == "cpu" else (*refused_flags.REFUSALS, *refused_flags.AS_GIVEN)
+    whys = [refusal.why for refusal in refusals if refusal.flag == flag.name]
     return whys[0].removesuffix("; leave it out") if whys else ""
 
 
@@ -60,7 +62,9 @@ def argument(alternatives: tuple[Flag, ...]) -> str:
     if len(others) == 1:
         return f"`{name}`"
     longest = max(others, key=len)
-    if alternatives[0].values == server_flags.OTHERS or (len(longest) > MOST_VALUES and alternatives is longest):
+    if any(flag.values == server_flags.OTHERS for flag in alternatives) or (
+        len(longest) > MOST_VALUES and alternatives is longest
+    ):
         return f"`{name}` with any other value"
     values = [" ".join(map(shlex.quote, flag.values)) for flag in alternatives]
-    return f"`{name} {values[0]}`" + "".join(f", `{value}`" for value in values[1:])
+    return f"`{f'{name} {values[0]}'.rstrip()}`" + "".join(f", `{value}`" for value in values[1:])

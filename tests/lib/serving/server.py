@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +137,19 @@ def is_ready(port: int) -> bool:
         return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
     except requests.RequestException:
         return False
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for something that a server does after its start; a request that it does not answer counts as False."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            if holds():
+                return
+        except (requests.RequestException, OSError):
+            pass
+        time.sleep(0.5)
+    raise AssertionError("what the test waits for did not happen")
 
 
 @contextmanager

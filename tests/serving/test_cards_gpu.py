@@ -1,0 +1,64 @@
+"""Flags that choose GPUs and prepare the exchange between them, on a host with several GPUs.
+
+A small checkpoint of random weights with the released attention. Under `--enable-deterministic-inference` these flags
+change no bit of an answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from serving.server import output_logprobs, running_server
+from serving.small_release import FLAGS, SHAPE
+from serving.speculation import ask, random_prompts
+
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+
+CARDS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CARDS < 2, reason="needs two NVIDIA GPUs with SGLang on them"),
+]
+EXACT = "--enable-deterministic-inference"
+USED_BYTES = 1 << 30
+"""Less than a server takes of its GPU, more than anything else does of another."""
+
+Answers = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cards") / "checkpoint"
+    write_checkpoint(folder, SHAPE)
+    return folder
+
+
+def answers(checkpoint: Path, *flags: str) -> tuple[Answers, list[int]]:
+    """Answers of a server, and the GPUs whose memory it takes."""
+    prompts = random_prompts(3, [1, 127, 300, 511] * 4)
+    before = [torch.cuda.mem_get_info(card)[0] for card in range(CARDS)]
+    log = checkpoint.parent / "_".join(["log", *flags])
+    with running_server(checkpoint, log, *FLAGS, EXACT, *flags) as server:
+        found = ask(server, prompts, 8, max_new_tokens=30)
+        used = [card for card in range(CARDS) if before[card] - torch.cuda.mem_get_info(card)[0] > USED_BYTES]
+    return [(result["output_ids"], output_logprobs(result)) for result in found], used
+
+
+def test_a_server_runs_on_the_card_that_it_is_given(checkpoint: Path) -> None:
+    first, second = answers(checkpoint), answers(checkpoint, "--base-gpu-id", "1")
+    assert (first[1], second[1]) == ([0], [1])
+    assert second[0] == first[0]
+
+
+def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path) -> None:
+    plain = answers(checkpoint, "--tp-size", "2")
+    prepared = answers(checkpoint, "--tp-size", "2", "--pre-warm-nccl", "--enable-p2p-check", "--numa-node", "0", "0")
+    assert plain[1] == prepared[1] == [0, 1]
+    assert prepared[0] == plain[0]
+
+
+@pytest.mark.skipif(CARDS < 3, reason="needs three NVIDIA GPUs")
+def test_ranks_take_every_other_card(checkpoint: Path) -> None:
+    assert answers(checkpoint, "--tp-size", "2", "--gpu-id-step", "2")[1] == [0, 2]
