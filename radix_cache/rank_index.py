@@ -33,6 +33,10 @@ class RankIndex:
         """Number of different pages of all ranks."""
         return len(self._pages)
 
+    def limit(self, pages_per_rank: int) -> None:
+        """Remember at most this many pages of a rank from the next prompt on."""
+        self.pages_per_rank = pages_per_rank
+
     def stored(self, rank: int) -> int:
         """Number of pages that are remembered of a rank."""
         return len(self._of_rank[rank])

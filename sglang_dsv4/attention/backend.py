@@ -151,7 +151,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         elif pool.tail_rows is not None and mode.is_extend_without_speculative():
             self._tail_rows = pool.tail_rows  # a draft's prefill runs after the target's, over the same tokens
         if mode.is_idle():
-            self.forward_metadata = self._extend([], [], forward_batch)
+            # Rows that pad a group without requests: as in a graph, each is position 0 of the null slot.
+            null = torch.zeros_like(forward_batch.positions)
+            self.forward_metadata = self._uniform(UniformInputs(null, null, 1), 1)
         elif self._is_uniform(forward_batch):
             inputs = self._uniform_inputs(forward_batch)
             self.forward_metadata = self._uniform(inputs, self._num_pages(forward_batch))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.distributed.utils import all_gather_single
+from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
@@ -109,18 +110,24 @@ class RowsOfAllGroups:
         return summed
 
 
-def of_forward(batch: ForwardBatch) -> RowsOfAllGroups | None:
+def of_forward(batch: ForwardBatch, tokens: int) -> RowsOfAllGroups | None:
     """The rows that a forward's experts get; None without attention data parallelism.
 
+    Args:
+        batch: SGLang's.
+        tokens: T, padding included.
+
     Raises:
-        RuntimeError: SGLang did not tell the groups' numbers of rows.
+        RuntimeError: the groups' numbers of rows, which come from SGLang, do not fit.
     """
     if not is_on():
         return None
     parallel, rows = get_parallel(), batch.global_num_tokens_cpu
-    if rows is None or len(rows) != parallel.attn_dp_size:
+    if rows is None:  # while a draft's graph is captured
+        rows = get_dp_global_num_tokens()
+    if rows is None or len(rows) != parallel.attn_dp_size or rows[parallel.attn_dp_rank] != tokens:
         raise RuntimeError(
-            f"expected numbers of rows of {parallel.attn_dp_size} groups (--attn-dp-size) for a forward in mode "
-            f"{batch.forward_mode.name}, got {rows}"
+            f"expected numbers of rows of {parallel.attn_dp_size} groups (--attn-dp-size), {tokens} of them group "
+            f"{parallel.attn_dp_rank}'s, for a forward in mode {batch.forward_mode.name}; got {rows}"
         )
     return RowsOfAllGroups.of_groups(rows, parallel.tp_rank, parallel.attn_tp_size)

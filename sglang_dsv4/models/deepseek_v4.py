@@ -230,7 +230,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
         """
         rows = sequence_parallel.of_forward(forward_batch.forward_mode, positions.shape[0])
-        of_experts = data_parallel.of_forward(forward_batch)
+        of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
         hidden_states, streams, taps = self.model(input_ids, positions, input_embeds, rows, of_experts)
         for_draft = {}
         if taps:

@@ -197,7 +197,8 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
             in `hidden_states` the rows [T, d] for `compute_base_logits`; no logits.
         """
         streams = self.forward_embed(input_ids) if input_embeds is None else input_embeds
-        _, rows = self.model(streams, positions, input_ids, data_parallel.of_forward(forward_batch))
+        of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
+        _, rows = self.model(streams, positions, input_ids, of_experts)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def compute_base_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
     ) -> LogitsProcessorOutput:
         """Logits of a batch, as in the target. Token t's streams [T, n * d] are `spec_info.hidden_states`."""
         streams = forward_batch.spec_info.hidden_states
-        of_experts = data_parallel.of_forward(forward_batch)
+        of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
         hidden_states, streams = self.model(input_ids, positions, streams, input_embeds, of_experts)
         return self.logits_processor(
             input_ids, hidden_states, self.lm_head, forward_batch, hidden_states_before_norm=streams

@@ -107,7 +107,7 @@ class RankChoice:
             self.loads[load.dp_rank].update(load)
         capacity = max(load.capacity_tokens for load in self.loads)
         if capacity:
-            self.index.pages_per_rank = min(MOST_PAGES, pages_for(int(capacity * self._cache_share)))
+            self.index.limit(min(MOST_PAGES, pages_for(int(capacity * self._cache_share))))
 
     def digests(self, tokens: Sequence[int] | None, extra_key: str | None, cache_salt: str | None) -> list[bytes]:
         """The prompt's page digests, equal to those of the ranks' trees."""

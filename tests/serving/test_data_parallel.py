@@ -92,7 +92,7 @@ def test_busy_answers_are_those_of_alone_on_every_group(running: Served) -> None
     asked = asked[::2] + asked[1::2]
     busy = at_once(server, [(QUESTIONS[i], g) for i, g in asked])
     assert [bits(answer) for answer in busy] == [alone[one] for one in asked]
-    assert not any(answer["meta_info"]["cached_tokens"] for answer in busy)
+    assert running.kind == "tiers" or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
     hits = at_once(server, [(QUESTIONS[2], g) for g in range(groups)])
     assert [bits(answer) for answer in hits] == [alone[2, g] for g in range(groups)]
     assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in hits), "each group has a tree of its own"

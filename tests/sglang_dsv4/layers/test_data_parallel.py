@@ -147,14 +147,20 @@ def test_rows_that_a_group_cannot_share_are_refused() -> None:
         RowsOfAllGroups.of_groups([4, 3], 0, 2)
 
 
-@pytest.mark.parametrize("counts", [None, [4], [4, 0, 2]], ids=["none", "one group's", "three groups'"])
+@pytest.mark.parametrize(
+    "counts", [None, [4], [4, 0, 2], [3, 5]], ids=["none", "one group's", "three groups'", "another number"]
+)
 def test_a_forward_without_the_groups_numbers_is_an_error(counts: list[int] | None, monkeypatch: Any) -> None:
-    parallel = SimpleNamespace(attn_dp_size=2, attn_tp_size=1, tp_rank=0)
+    parallel = SimpleNamespace(attn_dp_size=2, attn_tp_size=1, tp_rank=0, attn_dp_rank=0)
     monkeypatch.setattr(data_parallel, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(data_parallel, "get_dp_global_num_tokens", lambda: None)
     batch = SimpleNamespace(global_num_tokens_cpu=counts, forward_mode=SimpleNamespace(name="DECODE"))
-    with pytest.raises(RuntimeError, match="rows of 2 groups"):
-        data_parallel.of_forward(batch)
+    with pytest.raises(RuntimeError, match=r"rows of 2 groups .*, 4 of them group 0's"):
+        data_parallel.of_forward(batch, 4)
     batch.global_num_tokens_cpu = [4, 0]
-    assert data_parallel.of_forward(batch).shares == (4, 0)
+    assert data_parallel.of_forward(batch, 4).shares == (4, 0)
+    batch.global_num_tokens_cpu = None
+    monkeypatch.setattr(data_parallel, "get_dp_global_num_tokens", lambda: [4, 4])
+    assert data_parallel.of_forward(batch, 4).shares == (4, 4), "the numbers of a capture"
     parallel.attn_dp_size = 1
-    assert data_parallel.of_forward(batch) is None
+    assert data_parallel.of_forward(batch, 4) is None
