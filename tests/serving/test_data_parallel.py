@@ -150,14 +150,17 @@ def test_files_of_one_group_are_every_groups(running: Served) -> None:
 
 
 def test_weights_are_exchanged_on_all_groups_or_on_none(running: Served) -> None:
+    """One group's request is paused; SGLang would wait for the end of a running one."""
     if running.kind not in ("plain", "EAGLE"):
         pytest.skip("as in these kinds")
     server, last = running.server, running.groups - 1
     model = requests.get(f"{server.url}/model_info", timeout=60).json()["model_path"]
     before = bits(QUESTIONS[1].ask(server, 0))
     thread = begin(server, Question(tuple(some(41, 40)), 400), last)
+    requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
     busy = requests.post(f"{server.url}/update_weights_from_disk", json={"model_path": model}, timeout=120)
-    assert busy.status_code == 400 and "requests" in busy.text
+    assert busy.status_code == 400 and "Requests are running" in busy.text
+    requests.post(f"{server.url}/continue_generation", json={}, timeout=60).raise_for_status()
     requests.post(f"{server.url}/abort_request", json={"rid": f"on {last}"}, timeout=60)
     thread.join(60)
     done = requests.post(f"{server.url}/update_weights_from_disk", json={"model_path": model}, timeout=120)
