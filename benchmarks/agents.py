@@ -40,7 +40,8 @@ from bench_speculation import write_models
 from lib import agent_sessions, serve_load
 from lib.agent_sessions import KINDS, STYLES, Request
 from lib.equal_memory import builtin_tokens, tokens_that_fit
-from lib.servers import CONTENDERS, Server, running, versions
+from lib.servers import CONTENDERS, Server, running
+from lib.versions import versions
 
 ALL = "all"
 PROGRAMS = 2

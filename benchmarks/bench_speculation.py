@@ -61,7 +61,8 @@ from typing import Any
 from lib import serve_load
 from lib.model_shapes import FLASH, write_config
 from lib.serve_profile import busy_us, decode_events, gpu_work
-from lib.servers import SWITCHES, Server, running, versions
+from lib.servers import SWITCHES, Server, running
+from lib.versions import versions
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 

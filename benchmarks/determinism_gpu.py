@@ -49,7 +49,8 @@ from unittest import mock
 
 from lib import determinism_trace, serve_load
 from lib.determinism_trace import Findings, References, Sizes, read_references, write_references
-from lib.servers import Server, running, versions
+from lib.servers import Server, running
+from lib.versions import versions
 
 FLAG = "--enable-deterministic-inference"
 WORKS = ("proof", "chunks", "sglang", "price", "speculation")
