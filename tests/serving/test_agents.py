@@ -76,11 +76,11 @@ ROUTES: dict[str, Callable[..., tuple[int, int]]] = {
 
 
 def conversation(route: Callable[..., tuple[int, int]], server: Server, seed: int) -> list[tuple[int, int]]:
-    """Three turns, each with a reminder."""
+    """Two turns, each with a reminder."""
     flush(server)
     rng = random.Random(seed)
     front, turns, found = words(rng, 300), [], []
-    for turn in range(3):
+    for turn in range(2):
         turns.append((words(rng, 20) if turn else "", words(rng, 260), words(rng, 30)))
         found.append(route(server, front, turns))
     return found
