@@ -6,8 +6,8 @@
 
 FOLDER holds `april`, six layers of V4-Flash (`bench_speculation.py` writes config and tokenizer if they are missing);
 weights are --load-format dummy. The servers get the same bytes of KV memory, --kv-gib, less than all sessions need. In
-each round every session sends its next request, --at-once at a time; `lib/agent_sessions.py` says what kinds of
-requests there are. All answers of the conversations are given, so both servers get the same requests. Two styles, each
+each round every session sends its next request, --at-once at a time; `lib/agent_sessions.py` lists the kinds
+of requests. All answers of the conversations are given, so both servers get the same requests. Two styles, each
 from an empty cache after an unmeasured run of other sessions:
 
     system   a request ends with a reminder of role system, which the built-in renders at the front
@@ -40,7 +40,8 @@ from bench_speculation import write_models
 from lib import agent_sessions, serve_load
 from lib.agent_sessions import KINDS, STYLES, Request
 from lib.equal_memory import builtin_tokens, tokens_that_fit
-from lib.servers import CONTENDERS, Server, running, versions
+from lib.servers import CONTENDERS, Server, running
+from lib.versions import versions
 
 ALL = "all"
 PROGRAMS = 2

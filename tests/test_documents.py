@@ -27,7 +27,7 @@ RESULT = re.compile(r"\b(?:benchmarks/)?results/(\w+\.(?:json|png))|`(\w+\.json)
 SWITCH = re.compile(r"\b(?:SGLANG_DSV4|DSV4)(?:_[A-Z0-9]+)*\b")
 PACKAGES = ("sglang_dsv4", "kernels", "radix_cache")
 NO_RESULTS = {"config.json", "tokenizer.json", "b200.json"}  # files of a checkpoint; of a reader's own run
-QUESTIONS = 24
+QUESTIONS = 25
 OPENINGS = (["Of"], ["What"], ["Where"], ["As"])  # of docstrings, refused
 
 
@@ -87,7 +87,7 @@ def test_links_resolve(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_files_that_a_document_names_exist(path: Path) -> None:
-    """With `file.py: name`, the file also defines the name."""
+    """If a document says `file.py: name`, the file also defines the name."""
     missing = []
     for file, name in QUOTED_PATH.findall(path.read_text()):
         if not (ROOT / file).exists():
