@@ -49,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib import serve_load
+from lib.equal_memory import builtin_tokens, tokens_that_fit
 from lib.serve_profile import Profile, profile_decode, profile_prefill
 from lib.servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
 
@@ -263,10 +264,8 @@ def compare(
                 tokens = tokens_that_fit(model, size, flags_of["ours"])
                 sessions = _sessions(tokens)
             print(f"{name}, {size / 2**30:.3f} GiB of KV memory", flush=True)
-            # The built-in's bytes follow from its tokens by its own rules: two starts find the tokens that fit the
-            # budget.
             if name == "builtin":
-                tokens = _builtin_tokens(model, flags_of[name], size, port, logs)
+                tokens = builtin_tokens(model, flags_of[name], size, port, logs)
             limit = ("--max-total-tokens", str(tokens))
             flags = (*flags_of[name], *limit)
             with running(name, model, flags, port, logs / f"{name}_churn.log", alone=True) as server:
@@ -303,36 +302,11 @@ def read_figures(folder: Path | None) -> Iterator[tuple[str, str, Figures]]:
         yield name, stage, {tuple(key): value for *key, value in rows}
 
 
-def _builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, logs: Path) -> int:
-    guess = 65_536
-    with running(
-        "builtin", model, (*flags, "--max-total-tokens", str(guess)), port, logs / "builtin_guess.log"
-    ) as server:
-        used, held = server.kv_memory()
-    return max(4096, int(held * size / used) // 256 * 256)
-
-
 def _sessions(tokens: int) -> dict[int, list[int]]:
     return {
         prefix: [max(2, round(share * tokens / (prefix + 2 * (user + new)))) for share in CHURN_SHARES]
         for prefix, (_, user, new) in CHURN.items()
     }
-
-
-def tokens_that_fit(model: Path, size: float, flags: Sequence[str]) -> int:
-    """Return our --max-total-tokens whose pools, rings and tails have at most `size` bytes.
-
-    Raises:
-        ValueError: not even the smallest pool fits.
-    """
-    from sglang_dsv4.cache.pool_plan import largest_plan
-    from sglang_dsv4.cache.tail_options import TailOptions
-    from sglang_dsv4.doctor import geometry_of_checkpoint
-
-    requests = int(flags[flags.index("--max-running-requests") + 1]) if "--max-running-requests" in flags else 256
-    slots, options = requests + 1, TailOptions.from_environment()
-    geometry = geometry_of_checkpoint(model, fp8=True)
-    return largest_plan(geometry, int(size), lambda tokens: slots, options.slots_on_device).full_tokens
 
 
 def agreement(model: Path, flags_of: Mapping[str, Sequence[str]], port: int, logs: Path) -> list[Row]:

@@ -83,16 +83,16 @@ def functions_of_ours() -> list[tuple[Any, str]]:
     """Return (module or class, name) of this package's functions that the scheduler's process runs in a decode step."""
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend
     from sglang_dsv4.prefix import restore_and_save
-    from sglang_dsv4.requests import penalties, sampling
+    from sglang_dsv4.requests.sampling import penalties, sampler
 
     return [
         (restore_and_save, "carry_request_slots"),
         (restore_and_save, "carry_request_slots_to_replay"),
         (restore_and_save.TailLifecycle, "before_forward"),
         (Dsv4AttentionBackend, "init_forward_metadata_out_graph"),
-        (sampling, "note_greedy_tokens"),
-        (sampling, "take_greedy_tokens"),
-        (sampling, "sample_with_seeds"),
+        (sampler, "note_greedy_tokens"),
+        (sampler, "take_greedy_tokens"),
+        (sampler, "sample_with_seeds"),
         (penalties, "remember_source"),
         (penalties, "count_sampled"),
         (penalties, "leave_out_processed"),

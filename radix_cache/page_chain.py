@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS
 
 DIGEST_BYTES = 16
 _TOKEN_BYTES = 8

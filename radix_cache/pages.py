@@ -1,8 +1,16 @@
-"""Conversions between tokens and whole pages, for integers or integer arrays of any library."""
+"""The page: its size in tokens, and conversions between tokens and whole pages.
+
+Another size must be a multiple of every ring (`ring`) and of every compression ratio.
+"""
 
 from __future__ import annotations
 
-from dsv4_radix_cache.ring import PAGE_TOKENS, Position
+from typing import Any, TypeVar
+
+PAGE_TOKENS = 256
+"""Tokens in a page of SGLang's allocator; a tail stands at a multiple of it."""
+
+Position = TypeVar("Position", int, Any)  # int, or integer arrays of any library
 
 
 def whole_pages(tokens: Position) -> Position:

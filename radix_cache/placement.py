@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4_radix_cache.pages import page_floor
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS, page_floor
 
 DEFAULT_INTERVAL_TOKENS = 2048
 

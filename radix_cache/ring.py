@@ -10,13 +10,11 @@ multiple of every ring, so these rows are one contiguous run, in the ring and in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-PAGE_TOKENS = 256
+from dsv4_radix_cache.pages import PAGE_TOKENS, Position
+
 WINDOW_TOKENS = 128
 OVERLAP_TOKENS = 4
-
-Position = TypeVar("Position", int, Any)  # int, or integer arrays of any library
 
 
 def ring_row(request_slot: Position, position: Position, rows: int) -> Position:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -24,6 +25,7 @@ STANDARD_LIBRARY_ONLY = {
     "sglang_dsv4/cpu/shims.py",
     "sglang_dsv4/cpu/quickstart.py",
     "sglang_dsv4/env.py",
+    "sglang_dsv4/seam/hook_kinds.py",
     "sglang_dsv4/seam/hooks.py",
     "kernels/host/environment.py",
 }
@@ -235,11 +237,11 @@ def test_private_names_are_seen() -> None:
 
 
 def test_page_window_and_ratios_are_said_once() -> None:
-    """The constants 256, 128 and 4 are in ring.py alone, the compression ratios in layer_kinds.py."""
-    from dsv4_radix_cache import ring
+    """The constant 256 is in pages.py alone, 128 and 4 in ring.py, the compression ratios in layer_kinds.py."""
+    from dsv4_radix_cache import pages, ring
     from sglang_dsv4.model_config import layer_kinds
 
-    assert (ring.PAGE_TOKENS, ring.WINDOW_TOKENS, ring.OVERLAP_TOKENS) == (256, 128, 4)
+    assert (pages.PAGE_TOKENS, ring.WINDOW_TOKENS, ring.OVERLAP_TOKENS) == (256, 128, 4)
     assert [kind.ratio for kind in layer_kinds.LayerKind] == [0, 4, 128]
     named = {"PAGE_TOKENS", "FULL_PAGE_TOKENS", "WINDOW_TOKENS", "OVERLAP_TOKENS", "CSA_RATIO", "HCA_RATIO"}
     numbers = {
@@ -251,7 +253,8 @@ def test_page_window_and_ratios_are_said_once() -> None:
         for target in node.targets
         if isinstance(target, ast.Name) and target.id in named
     }
-    assert numbers == {("radix_cache/ring.py", name) for name in ("PAGE_TOKENS", "WINDOW_TOKENS", "OVERLAP_TOKENS")}
+    in_ring = {("radix_cache/ring.py", name) for name in ("WINDOW_TOKENS", "OVERLAP_TOKENS")}
+    assert numbers == in_ring | {("radix_cache/pages.py", "PAGE_TOKENS")}
 
 
 def test_no_file_is_longer_than_a_sitting() -> None:
@@ -262,6 +265,14 @@ def test_no_file_is_longer_than_a_sitting() -> None:
         if (count := len(path.read_text().splitlines())) > 500
     }
     assert not long
+
+
+def test_no_file_that_git_ignores_is_tracked() -> None:
+    """A compiled library of a build folder was committed with a merge, in which `git add` does not warn."""
+    listed = subprocess.run(["git", "ls-files", "-ci", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    assert listed.stdout == ""
 
 
 def test_sglangs_own_deepseek_v4_code_is_named_in_compat_only() -> None:

@@ -1,4 +1,4 @@
-"""Divisions, roots, logarithms and exponentials of a forward: docs/numbers.md lists all; all are finite at the ends.
+"""Divisions, roots, logarithms and exponentials of a forward: docs/numbers.md lists all of them, and they are finite.
 
 The places are found in the sources: calls of the functions below anywhere, and the operator `/` in definitions.
 """
@@ -115,7 +115,7 @@ CODED = (*VALUES, 1e20, -1e30, 2.9e38, -2.9e38)
 
 
 def each_with_each(values: tuple[float, ...], columns: int = 4) -> Tensor:
-    """Rows [len(values)**2, columns] of two of the values in turns."""
+    """Rows [len(values)**2, columns]; each alternates two of the values, for every pair."""
     pairs = torch.tensor([[a, b] for a in values for b in values])
     return pairs.repeat(1, columns // 2)
 
@@ -236,7 +236,7 @@ def means() -> list[Tensor]:
 def draws() -> list[Tensor]:
     """The largest and the least logits, biases, penalties and temperatures that a request can get."""
     from sglang_dsv4.layers.logits import LARGEST_LOGIT
-    from sglang_dsv4.requests.checks import LARGEST_BIAS, LEAST_DIVISOR
+    from sglang_dsv4.requests.refused.sampling_numbers import LARGEST_BIAS, LEAST_DIVISOR
 
     logits = torch.tensor([[LARGEST_LOGIT, -LARGEST_LOGIT, 0.0, 30.0]]).repeat(4, 1)
     bias = torch.tensor([[b, -b, b, 0.0] for b in (LARGEST_BIAS, -LARGEST_BIAS, 1.0, 0.0)])

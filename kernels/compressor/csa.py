@@ -22,7 +22,6 @@ RATIO = 4
 PARTS = 2
 """Compression groups whose raw rows an entry covers; also the number of parts (halves) of a raw row."""
 MAIN_THREADS = ROW_DIM // CHUNK
-INDEX_THREADS = INDEX_DIM // CHUNK
 MAIN_BARRIER = 1
 
 

@@ -26,8 +26,8 @@ import json
 import logging
 import os
 import platform
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -186,7 +186,7 @@ class _Stored:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            logger.warning("compiled kernels are not kept: %s (%s names another folder)", error, FOLDER_VARIABLE)
+            _warn_once(f"compiled kernels are not kept: {error} ({FOLDER_VARIABLE} names another folder)")
             return None
         facts = {"config": config, "arch": arch, "environment": _environment(arch)}
         key = hashlib.sha256(json.dumps([facts, _source_hash()]).encode()).hexdigest()
@@ -199,7 +199,7 @@ class _Stored:
         In that case both processes compile, and the files of the later one stay: files are replaced in one step.
         """
         path = self.object.with_suffix(".lock")
-        lock = FileLock(path)
+        lock = lock_of(path)
         try:
             lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
@@ -209,7 +209,7 @@ class _Stored:
                 *(path, LOCK_SECONDS, path),
             )
         except OSError as error:  # a read-only folder, or a file system without locks
-            logger.warning("no lock on %s: %s", self.object, error)
+            _warn_once(f"no locks in {path.parent}, so several processes may compile the same kernel: {error.strerror}")
         try:
             yield
         finally:
@@ -251,6 +251,17 @@ class _Stored:
         return True
 
 
+def lock_of(path: Path) -> FileLock:
+    """A lock that every user of the folder can take, whoever created its file."""
+    return FileLock(path, mode=0o666)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Logs a warning that would be the same for each of a server's kernels."""
+    logger.warning("%s", message)
+
+
 def _exported(function: Any) -> bytes:  # noqa: ANN401
     """The object file of a compiled function."""
     from cutlass import cute
@@ -279,14 +290,14 @@ def _delete_unused(folder: Path) -> None:
 
 
 def _write(path: Path, contents: bytes) -> None:
-    """Replaces a file in one step."""
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    """Replaces a file in one step. The umask decides who may read it: several users may share the folder."""
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with scratch.open("xb") as file:
             file.write(contents)
         os.replace(scratch, path)
     except BaseException:
-        os.unlink(scratch)
+        scratch.unlink(missing_ok=True)
         raise
 
 

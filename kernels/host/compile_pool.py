@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from dsv4_kernels.host import compile_cache
 
@@ -112,7 +112,7 @@ def _available_bytes() -> int:
 def _alone(folder: Path) -> Iterator[None]:
     """Holds the folder's lock, unless another process compiles into the folder for longer than LOCK_SECONDS."""
     path = folder / f"{compile_cache.PREFIX}pool.lock"
-    lock = FileLock(path)
+    lock = compile_cache.lock_of(path)
     try:
         try:
             lock.acquire(timeout=0)

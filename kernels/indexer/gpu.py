@@ -28,13 +28,13 @@ RUNS = 64
 PAGES_A_CTA = 4
 
 
-def scratch_bytes(tokens: int, max_entries: int) -> int:
-    """Bytes of the score buffer for a call whose page table has room for `max_entries` entries."""
-    return 4 * max_entries * tokens_at_a_time(tokens, max_entries)
-
-
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
-    """Number of tokens whose scores are in the buffer together, and whose CTAs are in one grid."""
+    """Number of tokens whose scores are in the buffer together, and whose CTAs are in one grid.
+
+    Args:
+        tokens: of the call.
+        max_entries: of a token; the page table has room for them.
+    """
     return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries), MOST_CTAS_IN_Y))
 
 

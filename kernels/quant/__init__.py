@@ -2,6 +2,7 @@
 
 `fp8_qdq` and `fp4_qdq` quantise and dequantise at once ("fake quantisation"): quantisation-aware training did this to
 activations and keys, and a model must repeat it. Codes, scales and weight formats are in `dsv4_kernels.number_formats`.
+On a GPU window rows and entries are quantised by the ops that store them, `norm_rope_store` and `compressor`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ leaves as if it were complete, and neither names nor files tell which weights th
 
 A file gets its name when it is complete and on the disk, so a file with a name is complete, whichever process was
 killed. The header repeats identity and key and has a checksum of the record: a file that was truncated, damaged, or
-copied from another folder is a miss, counted by its reason, and deleted, so that it is written again. So is anything
-else that stands in a record's place, a directory for one. A file that the disk can't read is written over.
+copied from another folder is a miss; it is counted by its reason and deleted, so that it is written again. A directory,
+link or pipe with a record's name is treated alike. A file that the disk can't read is overwritten.
 
 Faults of the disk cost time, never an answer: a failed write is counted and logged, and writing pauses for a while.
 `disk_limit` can limit the disk space.

@@ -1,7 +1,7 @@
-"""Messages of SGLang 0.5.23 that say nothing about this model where there is no GPU; they are not shown.
+"""Hides messages of SGLang 0.5.23 that are irrelevant to this model on a machine without a GPU.
 
-Each process of a server printed them again, between the lines that do matter. :mod:`sglang_dsv4.cpu.shims` calls
-:func:`silence` before SGLang is imported, on machines without Triton only. Standard library only, as that module.
+Each process of a server printed them between the relevant lines. :mod:`sglang_dsv4.cpu.shims` calls :func:`silence`
+before SGLang is imported, on machines without Triton only. Like `shims`, this module imports the standard library only.
 """
 
 from __future__ import annotations

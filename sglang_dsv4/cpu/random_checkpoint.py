@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from dsv4_kernels.number_formats import (
@@ -415,7 +415,8 @@ def write_checkpoint(directory: Path | str, shape: Shape, seed: int = 0, quantis
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         file_name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file_name, metadata={"format": "pt"})
+        # Not `save_file`, whose files other users can't read.
+        (directory / file_name).write_bytes(save(shard, metadata={"format": "pt"}))
         weight_map.update(dict.fromkeys(shard, file_name))
     index_json = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n")

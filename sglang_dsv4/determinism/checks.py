@@ -8,7 +8,7 @@ One rule keeps that promise: every operator of a forward is batch-invariant, or 
 * Sums over ranks are made in the order of the ranks (`layers.rank_sum`).
 * A token may be decoded once and computed again in a prefill later: a prefill splits keys as a decode step does
   (`ForwardMetadata.split_keys`).
-* Draws are keyed by the request's seed (`requests.sampling`); SGLang's default for it is 42.
+* Draws are keyed by the request's seed (`requests.sampling.sampler`); SGLang's default for it is 42.
 
 Requests for which the promise can't hold get a 400 (`refused_requests`). SGLang 0.5.23 has a list of the attention
 backends for which it accepts the flag, and a list of the backends with which it then keeps the radix cache on: two rows

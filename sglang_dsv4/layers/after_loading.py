@@ -15,8 +15,8 @@ class AfterLoading(QuantizeMethodBase):
 
     Args:
         run: function without arguments, of the module.
-        derives: whether `run` only computes something from the parameters, so that it must run again when they change.
-            Otherwise it rearranges freshly loaded parameters, and may run only once after each load.
+        derives: whether `run` computes other tensors from the parameters, so that it must run again when they change.
+            Otherwise `run` rearranges freshly loaded parameters, and may run only once after each load.
     """
 
     _is_suspended: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class AfterLoading(QuantizeMethodBase):
     @classmethod
     @contextmanager
     def suspended(cls) -> Iterator[None]:
-        """For a `with` block in which SGLang's loaders run, but write no parameter: nothing is called."""
+        """Context in which `run` is not called: SGLang's loaders run, but write no parameter."""
         cls._is_suspended = True
         try:
             yield

@@ -1,8 +1,8 @@
 """SGLANG_DSV4_FIND_NOT_FINITE=on: the log names the first sublayer of a forward whose output is not finite.
 
 A line for each such forward names the sublayer, the forward's number and kind, and the first tokens concerned with
-their positions. The check waits for the device after every sublayer, so CUDA graphs are off, and it is slow: for the
-search, not for service.
+their positions. The check waits for the device after every sublayer, so CUDA graphs are off and the server is slow: use
+it to find the layer, not to serve.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def install(model: nn.Module, runner: ModelRunner) -> Callable[[], None]:
             wrong = (~torch.isfinite(rows.flatten(1)).all(1)).nonzero().flatten().tolist()
             if wrong:
                 found = True
-                at = positions.tolist() if len(positions) == len(rows) else None  # a rank's own rows have no list
+                # With sequence parallelism a rank has only its own rows, whose positions are not known here.
+                at = positions.tolist() if len(positions) == len(rows) else None
                 tokens = [f"{token} at position {at[token]}" if at else str(token) for token in wrong[:SHOWN]]
                 more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
                 logger.error(

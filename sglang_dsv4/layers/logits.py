@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 LARGEST_LOGIT = 1e20
 """Largest absolute value of a logit that a token is drawn from. SGLang divides logits by a temperature and a repetition
-penalty, each at least 1e-6 (`requests.checks`), and adds biases of at most 1e20: all of that stays finite in fp32."""
+penalty, each at least 1e-6, and adds biases of at most 1e20 (`requests.refused.sampling_numbers`): the quotient and the
+sum stay finite in fp32."""
 NOT_FINITE = 2e20
 """Value of all logits in a row that held NaN, an infinity or more than LARGEST_LOGIT; `requests.not_finite` ends the
 request. Samplers take the row without an error, which they don't with NaN."""

@@ -150,7 +150,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedPart:
-    """One matrix of one expert in a weight update: codes and scales in host memory, arranged when they are exchanged.
+    """One matrix of one expert in a weight update: codes and scales in host memory, rearranged when they are exchanged.
 
     Args:
         codes, scale: int8 [rows, K / 2] and ue8m0 [rows, K / 32], the matrix's memory, already arranged.
@@ -176,7 +176,7 @@ class PackedPart:
             self._missing.discard(int(rows.start > 0))
 
     def exchange(self) -> None:
-        """Swap the parameters' bytes with those in host memory: rearranged at first, unchanged when it is undone."""
+        """Swap the parameters' bytes with host memory's, which the first call rearranges; a second call swaps back."""
         new = self.values if self._is_arranged else self._arranged()
         old = tuple(memory.to("cpu", copy=True) for memory in self._memory)
         for memory, value in zip(self._memory, new, strict=True):

@@ -1,13 +1,14 @@
 """The three kinds of attention layer, and the token counts that caches, layers and tails share.
 
-Page, window and overlap are defined in `dsv4_radix_cache.ring`, since tails depend on them too.
+`dsv4_radix_cache` defines page (`pages`), window and overlap (`ring`), since tails depend on them.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from dsv4_radix_cache.ring import OVERLAP_TOKENS, PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS
+from dsv4_radix_cache.ring import OVERLAP_TOKENS
 from dsv4_radix_cache.ring import WINDOW_TOKENS as WINDOW_TOKENS
 
 FULL_PAGE_TOKENS = PAGE_TOKENS

@@ -33,8 +33,7 @@ from sglang.srt.runtime_context import get_memory
 from dsv4_radix_cache import invariants
 from dsv4_radix_cache.host_pages import HostPages
 from dsv4_radix_cache.ledger import Ledger
-from dsv4_radix_cache.pages import whole_pages
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS, whole_pages
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.prefix import tree_core
@@ -45,7 +44,8 @@ from sglang_dsv4.prefix.storage_tier import StorageTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 from sglang_dsv4.prefix.tier_setup import log_host_memory, open_storage, write_policy
 from sglang_dsv4.seam.bases import RankedRadixCache
-from sglang_dsv4.seam.hooks import NAME, TREE_CORE
+from sglang_dsv4.seam.hook_kinds import NAME
+from sglang_dsv4.seam.hooks import TREE_CORE
 from sglang_dsv4.seam.install import install_once
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from dsv4_radix_cache.ledger import Ledger
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS
 from dsv4_radix_cache.tail_store import CopyState
 from sglang_dsv4.prefix.host_tier import HostTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes

@@ -30,8 +30,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType, EvictLa
 from sglang.srt.mem_cache.unified_cache.components.base import LRURefreshPhase, next_component_uuid
 
 from dsv4_radix_cache.ledger import Ledger, Match
-from dsv4_radix_cache.pages import whole_pages
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS, whole_pages
 from sglang_dsv4.prefix.host_tier import HostTier
 from sglang_dsv4.prefix.request_state import TAIL, chain_of, match_of, set_match, show_report, tail_receipt
 from sglang_dsv4.seam.bases import PassiveTreeComponent

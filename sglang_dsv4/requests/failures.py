@@ -1,16 +1,17 @@
 """A request that fails ends alone: the server goes on, and the client gets the reason.
 
-The scheduler. Its dispatcher answers a request with the error if the request's handler raises. The answer holds the
-request's id and the reason, and nothing else of the request: what made the handler fail must not reach a second one.
+The scheduler. If a request's handler raises, its dispatcher answers with the error. The answer holds the request's id
+and the reason only: a field that made this handler fail could make the next process fail, too.
 
-The process that answers clients. SGLang's loop there handles outputs of all requests and ends the server if one raises:
+The process that answers clients. SGLang's loop there handles the outputs of all requests, and an error in it ends the
+server:
 
 * an abort by the scheduler's dispatcher becomes an answer without log-probabilities, which SGLang would collect by the
   request's own fields;
 * an output that can't be handled ends the requests of that output with a 500.
 
-Answers. SGLang reports an error of a stream inside of a 200, after the token that it computes for a refused request.
-Here it is a 400, as without `stream`, unless the client has had an output before.
+Streams. SGLang answers a refused request with status 200, the token that it computes for the request, and then the
+error. Here the status is 400, as without `stream`, unless the client has already received output.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests import administration
+from sglang_dsv4.requests.refused import administration
 from sglang_dsv4.seam import live
 from sglang_dsv4.seam.hooks import DISPATCHER, GENERATE_ROUTE
 from sglang_dsv4.seam.install import set_attribute
@@ -62,7 +63,7 @@ class GuardedRequests:
 
     def __call__(self, request: Any) -> Any:
         """The answer of SGLang's dispatcher, or an answer with the error."""
-        if type(request).__name__.startswith("BatchTokenized"):  # SGLang's handler does the same
+        if type(request).__name__.startswith("BatchTokenized"):  # each request alone, as in SGLang's handler
             for one in request:
                 self._send(self(one), one)
             return None
@@ -94,7 +95,7 @@ def guard(dispatcher: Callable[[Any], Any], scheduler: Scheduler) -> GuardedRequ
 
 
 def failure_of(request: object, error: Exception) -> object | None:
-    """An answer of the type that the request expects, with only the error in it; None if it expects no answer."""
+    """An answer of the type that the request expects, which holds only the error; None if it expects no answer."""
     import msgspec
     from sglang.srt.managers import io_struct
 
@@ -188,8 +189,8 @@ async def finish_outputs(
 ) -> None:
     """Handle the outputs of a step; if that fails, end their requests with a 500.
 
-    Runs around ``TokenizerManager._handle_batch_output``. A failure here is a fault of the server, and which of the
-    requests caused it is unknown: SGLang handles them in one loop.
+    Runs around ``TokenizerManager._handle_batch_output``. A failure here is a fault of the server. SGLang handles the
+    requests in one loop, so the one that caused the failure is unknown.
     """
     states = {rid: manager.rid_to_state.get(rid) for rid in outputs.rids}
     try:
@@ -261,7 +262,7 @@ async def _all_of(first: bytes | None, rest: Any) -> AsyncIterator[bytes]:
 
 
 def note_model_and_answer_errors(result: None, manager: TokenizerManager, *args: object, **kwargs: object) -> None:
-    """Note whether this process answers for a DeepSeek-V4 model; if so, answer 400 to bad bodies that no route expects.
+    """Note whether this process answers for a DeepSeek-V4 model; if so, answer 400 to bodies that SGLang can't read.
 
     Runs after ``TokenizerManager.__init__``.
     """
@@ -292,7 +293,7 @@ async def _bad_body(request: Any, error: Exception) -> object:
 
 
 def field_that_failed(error: Exception) -> tuple[str, object] | None:
-    """Name and value of the field that a validator was reading; None if it had not begun with a field.
+    """Name and value of the field that a validator was reading; None if it was reading no field.
 
     A validator that runs before pydantic's own has the whole body as `values`, and the field under its own name; a
     route that reads the body itself has it as `body`.

@@ -1,7 +1,7 @@
 """A request whose logits are not finite ends with a reason. SGLang 0.5.23 answers token 0, or its sampler ends the
 server.
 
-The logits processor marks a row of the model's logits that holds NaN, an infinity or an absurd value
+The logits processor marks a row of the model's logits that holds NaN, an infinity or a value beyond 1e20
 (`layers.logits.mark_rows_not_finite`), inside CUDA graphs too. The marks of a forward are copied to the host together
 with its tokens, so nothing waits for them, and the request is ended when SGLang processes the forward's results. Its
 token is not part of the answer, and what it computed is not kept for other requests.
@@ -74,7 +74,8 @@ def start(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None
 def note_rows(output: ModelRunnerOutput, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
     """Copy the marks of a forward of the target to the host; runs after ``ModelRunner.forward``.
 
-    A marked row has the same value everywhere, so its first logit is copied, before penalties and sampling change it.
+    All logits of a marked row are equal, so the first one is enough. It is copied before penalties and sampling change
+    the logits.
     """
     if live_parts() is None or runner.is_draft_worker:
         return
@@ -98,9 +99,9 @@ def is_adjusted(info: SamplingBatchInfo) -> bool:
 
 
 def mark_adjusted_rows(logits: Tensor, info: SamplingBatchInfo) -> None:
-    """Give rows of `logits [rows, V]` that no token can be drawn from equal logits, and note them in `info`.
+    """Set all logits of a row of `logits [rows, V]` to 0 if no token can be drawn from it; note these rows in `info`.
 
-    At least one logit must be finite, and none NaN or +inf; -inf forbids a token.
+    A token can be drawn if a logit is finite and none is NaN or +inf; -inf forbids a token.
     """
     if is_adjusted(info):
         largest = logits.amax(-1)  # NaN if a logit is NaN
@@ -118,12 +119,12 @@ def after_preprocessing(logits: Tensor, sampler: object, _: Tensor, sampling_inf
 def note_adjusted_rows(
     tokens: Tensor, runner: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: Any
 ) -> None:
-    """Copy these marks to the host; runs after ``ModelRunner.sample``."""
+    """Copy the rows that :func:`mark_adjusted_rows` noted to the host; runs after ``ModelRunner.sample``."""
     copy_adjusted_marks(logits_output, forward_batch.sampling_info)
 
 
 def copy_adjusted_marks(logits_output: LogitsProcessorOutput, info: SamplingBatchInfo) -> None:
-    """Copy the rows that :func:`mark_adjusted_rows` noted to the host."""
+    """Copy the rows that `info` notes to the host, once, and keep them with the logits."""
     unusable = getattr(info, "unusable", None)
     if unusable is not None:
         logits_output.unusable = to_host(unusable)

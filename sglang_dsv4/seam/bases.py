@@ -207,9 +207,10 @@ class RankedRadixCache(UnifiedRadixCache):
 
 
 class RowPenaliser(BatchedPenalizer):
-    """A penaliser of a batch, made of tensors with a row for each request.
+    """Base of our penalisers: the state is tensors with one row a request.
 
-    SGLang makes one for each batch, and filters and merges it with the batch. It is prepared where a request needs it.
+    SGLang makes a penaliser for each batch, filters and merges it with the batch, and prepares it if a request of the
+    batch needs it.
     """
 
     rows: dict[str, torch.Tensor]  # [B, ...] each; none before it is prepared
@@ -223,11 +224,11 @@ class RowPenaliser(BatchedPenalizer):
         raise NotImplementedError
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Take a next token [B] int64 of every request into account."""
+        """Count the next token of every request: tokens [B] int64."""
         raise NotImplementedError
 
     def penalise(self, logits: torch.Tensor) -> None:
-        """Add to `logits [B, V]` what the next tokens' logits get."""
+        """Apply the penalty of each request's next token to `logits [B, V]`, in place."""
         raise NotImplementedError
 
     def _is_required(self) -> bool:

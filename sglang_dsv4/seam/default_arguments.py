@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4 import env
-from sglang_dsv4.requests import grammars, reasoning_effort, tool_calls
+from sglang_dsv4.requests.chat import reasoning_effort
+from sglang_dsv4.requests.refused import grammars
+from sglang_dsv4.requests.tool_calls import output_parser
 from sglang_dsv4.seam import compat, install, moe_runner, refused_flags, self_check
-from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.hook_kinds import NAME
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -33,10 +35,10 @@ Step = Callable[["ServerArgs"], None]
 def check_checkpoint(server_args: ServerArgs, previous: Step) -> None:
     """Check the checkpoint's files before SGLang parses the config: it would fill in fields that the file lacks.
 
-    Flags are refused here as the user gave them, before SGLang changes them or fails over one in other words.
+    Flags are refused here as the user gave them, before SGLang changes them or stops with an error of its own.
 
     Raises:
-        ValueError: a file is missing, damaged or can't be served, or a flag can't.
+        ValueError: a file is missing or damaged, or the checkpoint or a flag can't be served.
     """
     from sglang_dsv4.weights import checkpoint_files
 
@@ -60,7 +62,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 
     Raises:
         StartupError: this package is not fully installed.
-        ValueError: a flag or the checkpoint can't be served, or a switch of requests holds another word.
+        ValueError: a flag or the checkpoint can't be served, or a switch of `requests` has an unknown value.
     """
     from sglang_dsv4.weights import checkpoint_files
 
@@ -74,7 +76,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         refused_flags.refuse_unsupported_arguments(arguments, hf_config)
         refused_flags.refuse_other_quantization(server_args, hf_config)
         choose_effort_tiers(arguments, hf_config)
-        tool_calls.repairs()
+        output_parser.repairs()
         grammars.limit_s()
         compat.declare_resolution(server_args, "sglang_dsv4", **default_arguments(arguments, hf_config))
         if arguments.moe_runner_backend == "auto" and moe_runner.serves(arguments, model_config):

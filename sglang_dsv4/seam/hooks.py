@@ -3,17 +3,14 @@
     python -m sglang_dsv4.seam.hooks > docs/hooks.md
 
 Functions are named by strings, so that importing this module imports nothing else. `plugin` installs the rows when
-SGLang loads it, except for the kinds ENTRY_POINT and ATTRIBUTE (:data:`KINDS`); `install` says how. A test finds
+SGLang loads it, except for the kinds ENTRY_POINT and ATTRIBUTE (`hook_kinds.KINDS`); `install` says how. A test finds
 changes to SGLang that have no row. Targets are names of SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
+from sglang_dsv4.seam.hook_kinds import KINDS, Hook, Kind, Process
 
-NAME = "dsv4"
-"""The name of the attention backend, the prefix cache and the MoE runner."""
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
 DISPATCHER = "_request_dispatcher"
@@ -22,64 +19,6 @@ FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
 LOG_SOFTMAX = "enable_deterministic"
 GENERATE_ROUTE = "serve_generate_request"
-
-
-class Kind(Enum):
-    """How a row is installed; :data:`KINDS` explains each."""
-
-    BEFORE = "before"
-    AFTER = "after"
-    AROUND = "around"
-    REPLACE = "replace"
-    RESOLUTION = "resolution step"
-    REGISTRY = "registry"
-    DECORATOR = "registry (decorator)"
-    NAME = "registry (name)"
-    CHOICE = "choice"
-    ENVIRONMENT = "environment"
-    ATTRIBUTE = "attribute"
-    ENTRY_POINT = "entry point"
-
-
-KINDS = {
-    Kind.BEFORE: "SGLang's hook registry: called with the target's arguments, which it may replace or refuse",
-    Kind.AFTER: "SGLang's hook registry: called with the target's result and arguments; may return another result",
-    Kind.AROUND: "SGLang's hook registry: called instead of the target, with the target and its arguments",
-    Kind.REPLACE: "SGLang's hook registry: called instead of the target, which is never called",
-    Kind.RESOLUTION: "`register_resolution_hook`: called with the server arguments and SGLang's own step of that name",
-    Kind.REGISTRY: f'`target("{NAME}", ours)`',
-    Kind.DECORATOR: f'`target("{NAME}")(ours)`',
-    Kind.NAME: f'`target("{NAME}")`: makes the name known; the function named is the one that serves it',
-    Kind.CHOICE: f'`target(["{NAME}"])`: makes a flag accept the name; the function named is the one that serves it',
-    Kind.ENVIRONMENT: "a variable that is set unless the user set it; the processes that SGLang spawns inherit it",
-    Kind.ATTRIBUTE: "an attribute of one of SGLang's objects: `owner.attribute = ours(before, owner)`",
-    Kind.ENTRY_POINT: "found by SGLang or by Python before any plugin is loaded",
-}
-
-
-NOT_CALLED = (Kind.NAME, Kind.CHOICE, Kind.ENVIRONMENT)
-"""Kinds whose function SGLang does not get from the row."""
-
-
-class Process(Enum):
-    """The processes of a server in which a row is installed."""
-
-    EVERY = "every"  # the launcher, the schedulers, the detokenizer
-    LAUNCHER = "launcher"  # the process that answers clients
-    SCHEDULER = "scheduler"  # each process that has imported SGLang's scheduler before it loads plugins
-
-
-class Hook(NamedTuple):
-    """One row. Rows are installed in the table's order; of several hooks on one target the last is the outermost."""
-
-    target: str
-    kind: Kind
-    process: Process
-    function: str  # of ours, "module:attribute"
-    why: str
-    until: str  # the change to SGLang after which the row can go
-    only_cpu: bool = False  # installed only where `cpu.platform` is the platform
-
 
 _CHOICES = "sglang.srt.arg_groups.choices"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
@@ -94,6 +33,9 @@ _DSPARK = "sglang.srt.speculative.dspark_components.dspark_verify"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _OPS = "sglang.kernels.ops.speculative"
 _REQUESTS = "sglang_dsv4.requests"
+_REFUSED = f"{_REQUESTS}.refused"
+_PARSER = f"{_REQUESTS}.tool_calls.output_parser"
+_DRAWN = f"{_REQUESTS}.sampling"
 _OPENAI = "sglang.srt.entrypoints.openai"
 _RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
 _RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
@@ -114,6 +56,7 @@ _CALLS = "SGLang gives a tool call to the client only if it is complete and its 
 _NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
 _DRAFTED = "SGLang's verification samples each row as without drafts"
 _SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
+_INLINE = "SGLang renders a late system message of this encoding where it was sent"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _UPDATES = "SGLang's weight updates are all or nothing"
 _CPU_OPS = "SGLang's speculation has a path without Triton"
@@ -159,20 +102,20 @@ HOOKS = (
          "sglang_dsv4.layers.packed_experts:PackedExperts",
          "`--moe-runner-backend` accepts our MoE runner", _STAYS),
     Hook("sglang.srt.parser.deepseek_recipe_renderer.DeepSeekRecipe.encode", Kind.AROUND, Process.EVERY,
-         f"{_REQUESTS}.reasoning_effort:render",
+         f"{_REQUESTS}.chat.reasoning_effort:render",
          "prompts carry the reasoning-effort text that the checkpoint was trained with",
          "SGLang reads the efforts from the checkpoint's encoder"),
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.verify", Kind.BEFORE, Process.EVERY,
-         f"{_REQUESTS}.checks:check_sampling_parameters",
+         f"{_REFUSED}.sampling_numbers:check_sampling_parameters",
          "numbers that would overflow a batch's tensors get a 400", _VALIDATES),
     Hook("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
-         f"{_REQUESTS}.guards:check_request",
+         f"{_REFUSED}.guards:check_request",
          "fields of another type or of another number of prompts, embeddings, `n` and media get a 400", _VALIDATES),
     Hook("sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments", Kind.BEFORE, Process.EVERY,
-         f"{_REQUESTS}.guards:check_request",
+         f"{_REFUSED}.guards:check_request",
          "as for the row above, on the routes for embeddings", _VALIDATES),
     Hook("sglang.srt.sampling.sampling_params.SamplingParams.normalize", Kind.BEFORE, Process.EVERY,
-         f"{_REQUESTS}.guards:check_text_parameters",
+         f"{_REFUSED}.guards:check_text_parameters",
          "an invalid `stop_regex`, or a grammar together with `min_new_tokens`, gets a 400", _VALIDATES),
     Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", Kind.AROUND, Process.EVERY,
          f"{_REQUESTS}.failures:raise_failures",
@@ -207,10 +150,10 @@ HOOKS = (
          f"{_REQUESTS}.failures:raise_in_streams",
          "a refused request in a stream is an error without the token that SGLang computes for it",
          "SGLang's scheduler refuses a request without a forward"),
-    Hook(f"{_TOKENIZER}.configure_logging", Kind.BEFORE, Process.LAUNCHER, f"{_REQUESTS}.administration:check_logging",
+    Hook(f"{_TOKENIZER}.configure_logging", Kind.BEFORE, Process.LAUNCHER, f"{_REFUSED}.administration:check_logging",
          "levels, formats and folders that do not exist get a 400 before the first is set", _VALIDATES),
     Hook("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request", Kind.AFTER,
-         Process.LAUNCHER, f"{_REQUESTS}.guards:check_completion",
+         Process.LAUNCHER, f"{_REFUSED}.guards:check_completion",
          "fields of `/v1/completions` that SGLang ignores, `best_of` and `suffix`, get a 400",
          "SGLang implements or refuses them"),
     Hook(f"{_TOKENIZER}.__init__", Kind.AFTER, Process.LAUNCHER,
@@ -226,29 +169,37 @@ HOOKS = (
          Process.LAUNCHER, f"{_ROUTES}:from_files",
          "the scheduler is asked again while it finishes its last step", _UPDATES),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
-         Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.guards:check_tokens_to_decode",
+         Kind.AROUND, Process.LAUNCHER, f"{_REFUSED}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", _VALIDATES),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", Kind.AFTER, Process.LAUNCHER,
-         f"{_REQUESTS}.tool_calls:start", "declares the metrics of tool calls", _CALLS),
+         f"{_PARSER}:start", "declares the metrics of tool calls", _CALLS),
     Hook(f"{_RECIPE}._new_output_parser", Kind.AROUND, Process.LAUNCHER,
-         f"{_REQUESTS}.tool_calls:in_chat", "tells the tools' schemas to the parser of a chat answer", _CALLS),
+         f"{_PARSER}:in_chat", "tells the tools' schemas to the parser of a chat answer", _CALLS),
     Hook(f"{_RECIPE}._new_responses_parser", Kind.AROUND, Process.LAUNCHER,
-         f"{_REQUESTS}.tool_calls:in_responses",
+         f"{_PARSER}:in_responses",
          "tells the tools' schemas to the parser of a response's answer", _CALLS),
     Hook(f"{_RECIPE}.parse_function_call_text", Kind.AROUND, Process.LAUNCHER,
-         f"{_REQUESTS}.tool_calls:in_text", "tells the tools' schemas to the parser of `/parse_function_call`", _CALLS),
-    Hook(f"{_RECIPE_OUTPUT}.__init__", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:make_parser",
+         f"{_PARSER}:in_text", "tells the tools' schemas to the parser of `/parse_function_call`", _CALLS),
+    Hook(f"{_RECIPE_OUTPUT}.__init__", Kind.AROUND, Process.LAUNCHER, f"{_PARSER}:make_parser",
          "leaves tool calls to our reader: final, with arguments that are a JSON object, or text", _CALLS),
     Hook(f"{_OPENAI}.protocol.ResponsesRequest.to_sampling_params", Kind.AFTER, Process.LAUNCHER,
-         f"{_REQUESTS}.responses:keep_output_tokens", "an answer of the Responses API has all `max_output_tokens`",
+         f"{_REQUESTS}.chat.responses:keep_output_tokens", "an answer of the Responses API has all `max_output_tokens`",
          "SGLang takes no tokens off"),
     Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
-         f"{_REQUESTS}.chat_switches:settle",
+         f"{_REQUESTS}.chat.switches:settle",
          "`thinking`, `enable_thinking` and a thinking budget of a chat request are honoured, contradictions get a 400",
          _SWITCHES),
     Hook("sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request", Kind.AFTER,
-         Process.LAUNCHER, f"{_REQUESTS}.chat_switches:carry_budget",
+         Process.LAUNCHER, f"{_REQUESTS}.chat.switches:carry_budget",
          "`thinking.budget_tokens` is kept", _SWITCHES),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._resolve_inline_system_support", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.chat.late_system:keep_inline",
+         "the Anthropic and Responses routes leave a system message where it was sent", _INLINE),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
+         f"{_REQUESTS}.chat.late_system:gather_tools",
+         "the model is told of the tools of a system message", "SGLang renders the tools of messages"),
+    Hook(f"{_RECIPE}.encode_messages", Kind.AROUND, Process.LAUNCHER, f"{_REQUESTS}.chat.late_system:encode",
+         "a late system message stays at its place, and the prefix before it stays stored", _INLINE),
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
          "sglang_dsv4.layers.packed_experts:PackedExperts",
@@ -273,16 +224,16 @@ HOOKS = (
          "sglang_dsv4.warmup.startup_times:around_cuda_graphs",
          "adds its duration to the start-up line of the log", _TIMES),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:start", "seeds the random numbers that all ranks share", _SEEDS),
+         f"{_DRAWN}.sampler:start", "seeds the random numbers that all ranks share", _SEEDS),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.failures:start", "guards the scheduler's dispatcher (row below)",
          "SGLang's scheduler survives a handler that raises"),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.guards:note_hidden_size", "the width that embeddings must have", _VALIDATES),
-    Hook(f"{_PROFILER}._profile", Kind.AROUND, Process.SCHEDULER, f"{_REQUESTS}.administration:profile",
+         f"{_REFUSED}.guards:note_hidden_size", "the width that embeddings must have", _VALIDATES),
+    Hook(f"{_PROFILER}._profile", Kind.AROUND, Process.SCHEDULER, f"{_REFUSED}.administration:profile",
          "a profile that can't be written, or would be started twice, gets a 400", _VALIDATES),
     Hook(f"{_PROFILER}._profile_batch_predicate", Kind.AROUND, Process.SCHEDULER,
-         f"{_REQUESTS}.administration:profile_step",
+         f"{_REFUSED}.administration:profile_step",
          "a profile that fails between two forwards is dropped", "SGLang's scheduler survives a profile that fails"),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{_REQUESTS}.not_finite:start", "declares the metric of logits that are not finite", _NOT_FINITE),
@@ -322,18 +273,18 @@ HOOKS = (
          "draft acceptance is captured in DSpark's verify graph", "a target can ask for that epilogue"),
     # ---- the scheduler: requests
     Hook("sglang.srt.managers.scheduler.validate_input_length", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.checks:refuse_unknown_token_ids", "token ids outside the vocabulary get a 400", _VALIDATES),
+         f"{_REFUSED}.token_ids:refuse_unknown_token_ids", "token ids outside the vocabulary get a 400", _VALIDATES),
     Hook("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context", Kind.AFTER,
-         Process.SCHEDULER, f"{_REQUESTS}.guards:refuse_empty_grammar",
+         Process.SCHEDULER, f"{_REFUSED}.guards:refuse_empty_grammar",
          "a grammar that no text fulfils gets a 400", _VALIDATES),
     Hook("sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend.get_cached_or_future_value", Kind.AROUND,
-         Process.SCHEDULER, f"{_REQUESTS}.grammars:compile_within_limit",
+         Process.SCHEDULER, f"{_REFUSED}.grammars:compile_within_limit",
          "requests with the same grammar share a compilation, and slow ones leave threads to others", _COMPILES),
     Hook("sglang.srt.constrained.grammar_manager.GrammarManager.get_ready_grammar_requests", Kind.AROUND,
-         Process.SCHEDULER, f"{_REQUESTS}.grammars:refuse_slow_grammars",
+         Process.SCHEDULER, f"{_REFUSED}.grammars:refuse_slow_grammars",
          "a grammar that is compiled for too long gets a 400 that names the limit", _COMPILES),
     Hook(f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk", Kind.AROUND,
-         Process.SCHEDULER, f"{_REQUESTS}.guards:keep_weights",
+         Process.SCHEDULER, f"{_REFUSED}.guards:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
          "SGLang reloads the old weights when an update fails"),
     *(
@@ -368,54 +319,54 @@ HOOKS = (
          f"{_REQUESTS}.not_finite:end_requests", "their requests end with a reason", _NOT_FINITE),
     # ---- the scheduler: sampling and penalties
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
+         f"{_DRAWN}.sampler:fill_seeds", "every request of a batch with seeds has a seed", _SEEDS),
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:ignore_greedy_temperatures",
+         f"{_DRAWN}.sampler:ignore_greedy_temperatures",
          "a greedy request's log-probabilities do not depend on the other requests", _SEEDS),
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:complete",
+         f"{_DRAWN}.penalties:complete",
          "a retracted request keeps its counts, and a thinking budget is a penaliser", _COUNTS),
     Hook(f"{_SAMPLING}.copy_for_forward", Kind.BEFORE, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
+         f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
     Hook(f"{_SAMPLING}.filter_batch", Kind.BEFORE, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
+         f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
     Hook(f"{_SAMPLING}.merge_batch", Kind.BEFORE, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
+         f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
     Hook(f"{_SAMPLING}.copy_for_forward", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:remember_source", "the copy leads to the batch's penalisers", _COUNTS),
+         f"{_DRAWN}.penalties:remember_source", "the copy leads to the batch's penalisers", _COUNTS),
     Hook(f"{_RUNNER}.model_runner.ModelRunner.sample", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.penalties:count_sampled", "tokens are counted where they are sampled", _COUNTS),
+         f"{_DRAWN}.penalties:count_sampled", "tokens are counted where they are sampled", _COUNTS),
     Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", Kind.AROUND,
-         Process.SCHEDULER, f"{_REQUESTS}.penalties:leave_out_processed",
+         Process.SCHEDULER, f"{_DRAWN}.penalties:leave_out_processed",
          "these tokens are not counted twice", _COUNTS),
     Hook(_EAGLE_SAMPLE, Kind.BEFORE, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:before_eagle_sample",
+         f"{_DRAWN}.drafts:before_eagle_sample",
          "each row of a verify step gets the penalties and processors that it has without drafts", _DRAFTED),
     Hook(_EAGLE_SAMPLE, Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:after_eagle_sample", "accepted tokens are counted", _DRAFTED),
+         f"{_DRAWN}.drafts:after_eagle_sample", "accepted tokens are counted", _DRAFTED),
     Hook(f"{_DSPARK}.TargetVerifyExecutor.run_non_compact", Kind.AROUND, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:leave_rows", "SGLang gives all rows of a block the same penalties, or none", _DRAFTED),
+         f"{_DRAWN}.drafts:leave_rows", "SGLang gives all rows of a block the same penalties, or none", _DRAFTED),
     Hook(f"{_DSPARK}.TargetVerifyExecutor.accept_and_finalize", Kind.BEFORE, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:before_accept",
+         f"{_DRAWN}.drafts:before_accept",
          "each row of a verify step gets the penalties and processors that it has without drafts", _DRAFTED),
     Hook(f"{_DSPARK}.TargetVerifyExecutor.accept_and_finalize", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:after_accept", "accepted tokens are counted", _DRAFTED),
+         f"{_DRAWN}.drafts:after_accept", "accepted tokens are counted", _DRAFTED),
     Hook(f"{_DSPARK}.verify_logits_adjustments_are_noop", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:rows_stay",
+         f"{_DRAWN}.drafts:rows_stay",
          "a batch with penalties accepts its drafts outside of the CUDA graph", _DRAFTED),
     Hook("sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.drafts:process_results_first",
+         f"{_DRAWN}.drafts:process_results_first",
          "a custom logit processor sees the whole answer, not one that is a token late", _DRAFTED),
     Hook(f"{_SAMPLING}.merge_batch", Kind.BEFORE, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:align_seeds", "seeds survive the merge of two batches", _SEEDS),
+         f"{_DRAWN}.sampler:align_seeds", "seeds survive the merge of two batches", _SEEDS),
     Hook(f"{_SAMPLER}.Sampler._preprocess_logits", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:note_greedy_tokens", "the argmax of a greedy request's logits is kept", _SEEDS),
+         f"{_DRAWN}.sampler:note_greedy_tokens", "the argmax of a greedy request's logits is kept", _SEEDS),
     Hook(f"{_SAMPLER}.Sampler._sample_from_probs", Kind.AFTER, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:take_greedy_tokens", "that argmax is the request's token", _SEEDS),
+         f"{_DRAWN}.sampler:take_greedy_tokens", "that argmax is the request's token", _SEEDS),
     Hook(f"{_SAMPLER}.top_k_top_p_min_p_sampling_from_probs_torch", Kind.AROUND, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:sample_with_seeds", "a seeded request's candidates do not depend on the batch", _SEEDS),
+         f"{_DRAWN}.sampler:sample_with_seeds", "a seeded request's candidates do not depend on the batch", _SEEDS),
     Hook(f"{_SAMPLER}.multinomial_with_seed", Kind.AROUND, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:draw", "SGLang's seeded draw is a Triton kernel; a CPU needs another", _SEEDS),
+         f"{_DRAWN}.sampler:draw", "SGLang's seeded draw is a Triton kernel; a CPU needs another", _SEEDS),
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
@@ -444,8 +395,9 @@ HOOKS = (
     Hook(f"{_OPS}.eagle.fill_bonus_tokens_func", Kind.REPLACE, Process.SCHEDULER,
          f"{_CPU}.speculation:fill_bonus_tokens", "SGLang launches a Triton kernel", _CPU_OPS, only_cpu=True),
     # ---- attributes of SGLang's objects, set by the function in brackets
-    Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_REQUESTS}.tool_calls:read_calls",
-         "reads the calls, and keeps the text before half a letter (`requests.tool_calls.make_parser`)", _CALLS),
+    Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_PARSER}:read_calls",
+         "reads the calls, and keeps the text before half a letter (`requests.tool_calls.output_parser.make_parser`)",
+         _CALLS),
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.failures:guard", "a request whose handler raises is answered with the reason "
          "(`requests.failures.start`)", "SGLang's scheduler survives a handler that raises"),
@@ -453,8 +405,8 @@ HOOKS = (
          f"{_REQUESTS}.failures:refuse_streams", "a stream of `/generate` that begins with an error is a 400 "
          "(`requests.failures.note_model_and_answer_errors`)", "SGLang begins a stream after the request is accepted"),
     Hook(f"{_SAMPLER}.Sampler.{LOG_SOFTMAX}", Kind.ATTRIBUTE, Process.SCHEDULER,
-         f"{_REQUESTS}.sampling:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
-         "(`requests.sampling.start`)", _SEEDS),
+         f"{_DRAWN}.sampler:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
+         "(`requests.sampling.sampler.start`)", _SEEDS),
     Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
          "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),

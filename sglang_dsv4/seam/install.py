@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_dsv4 import env
-from sglang_dsv4.seam.hooks import HOOKS, NAME, Hook, Kind
+from sglang_dsv4.seam.hook_kinds import NAME, Hook, Kind
+from sglang_dsv4.seam.hooks import HOOKS
 
 _installed: list[Hook] = []
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.seam import moe_runner
-from sglang_dsv4.seam.hooks import NAME
+from sglang_dsv4.seam.hook_kinds import NAME
 
 Predicate = Callable[[Any], bool]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_dsv4 import env
 from sglang_dsv4.seam import compat, hooks, install, live
 from sglang_dsv4.seam.compat import StartupError, explain
+from sglang_dsv4.seam.hook_kinds import NOT_CALLED
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -66,7 +67,7 @@ def require_ready(architectures: list[str] | None) -> None:
             f"model {hooks.OUR_MODELS!r}: unset it, SGLang takes one such package only"
         )
     for hook in install.installed():
-        if hook.kind in hooks.NOT_CALLED:
+        if hook.kind in NOT_CALLED:
             continue
         try:
             install.ours(hook)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def runners_of(manager: SchedulerWeightUpdaterManager, selector: str = "all") -> list[tuple[str, ModelRunner]]:
-    """The runners ("target" or "draft", runner) that `selector` names, which may also be "all"."""
+    """Pairs (role, runner) that `selector` names: "target", "draft" or "all"; a role is "target" or "draft"."""
     return manager._select_runners(selector)
 
 
 def is_idle(manager: SchedulerWeightUpdaterManager) -> bool:
-    """Whether the cache can be flushed now; requests that wait while the engine is paused have no KV."""
+    """Whether the cache can be flushed now: no request has KV. Waiting requests of a paused engine have none."""
     return manager.is_fully_idle(ignore_waiting=manager.scheduler._engine_paused)
 
 

@@ -1,4 +1,4 @@
-"""A part of a model's weights in host memory, to be exchanged with the part that serves."""
+"""A part of a model's weights in host memory, to be exchanged with the served part."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Part(Protocol):
         """Bytes in host memory."""
 
     def exchange(self) -> None:
-        """Swap the weights that serve with those in host memory; a second call undoes the first."""
+        """Swap the served weights with those in host memory; a second call undoes the first."""
 
 
 class HostPart:
     """A copy of a parameter, or of one expert of it, in host memory; a weight update writes to the copy.
 
     Args:
-        memory: the parameter's memory. Rows that are not written keep its values.
+        memory: the parameter's memory, whose values the copy begins with.
     """
 
     rounded = 0

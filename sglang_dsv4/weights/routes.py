@@ -1,8 +1,8 @@
 """Weight updates in the process that answers clients: versions, retries, and the route that drops an update.
 
 * A bucket's `weight_version` is reported once the update has ended, not when the bucket came.
-* The scheduler may still be finishing its last step when it is asked to exchange weights: it is asked again.
-* `POST /abandon_weight_update` drops an update that its trainer will not end.
+* If the scheduler is still finishing its last step when it is asked to exchange weights, it is asked again.
+* `POST /abandon_weight_update` drops an update that its trainer does not end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def hold_version(manager: TokenizerManager, obj: Any, *args: object) -> None:
 
 
 async def end(original: Callable[..., Awaitable[tuple[bool, str]]], manager: TokenizerManager, *args: Any) -> tuple:
-    """The answer to `/end_weight_update`; the version of the buckets is set if their weights serve."""
+    """The answer to `/end_weight_update`; if the new weights are served, the buckets' weight version is set."""
     success, message = await _ask(original, manager, *args)
     if not success and message.startswith(BUSY):
         return success, message  # the update is still open

@@ -1,17 +1,17 @@
 """Weight updates in the scheduler: from tensors, a process group, files or IPC, all or nothing on every rank.
 
-Each function runs around the method of SGLang's `SchedulerWeightUpdaterManager` that has the request. The session
-between `begin_weight_update` and `end_weight_update` is SGLang's; here each model of it, the target and a draft, has a
-`WeightUpdate`, and the weights that serve change in `end_weight_update` only:
+Each function runs around the method of SGLang's `SchedulerWeightUpdaterManager` that handles the request. The session
+between `begin_weight_update` and `end_weight_update` is SGLang's; here the target and the draft each have a
+`WeightUpdate`, and the served weights change in `end_weight_update` only:
 
 1. every rank checks the tensors that came; if one rank or model failed, all drop the update;
-2. requests must not be running, since their KV is of the old weights; else the client gets a 400 and may end later;
+2. no request may be running, since its KV is of the old weights; else the client gets a 400 and may try again later;
 3. target and draft exchange their weights; if one rank fails, all swap back;
 4. the prefix cache is flushed, which also opens stored prefixes anew, under the identity of the new weights.
 
-An update from files or through IPC is one request, which does all of that. Where a quantisation method of SGLang keeps
-its weights in a layout of its own (`reason_against`), weights come from files only, as SGLang loads them
-(`requests.guards.keep_weights`).
+An update from files or through IPC is one request, which does all of these steps. Where a quantisation method of SGLang
+keeps its weights in a layout of its own (`reason_against`), weights come from files only, as SGLang loads them
+(`requests.refused.guards.keep_weights`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def from_group(original: Handler, manager: SchedulerWeightUpdaterManager, reques
 
 
 def end(original: Handler, manager: SchedulerWeightUpdaterManager, request: Any) -> Any:
-    """The answer to `/end_weight_update`: whether the new weights serve. If not, those of before do."""
+    """The answer to `/end_weight_update`: whether the new weights are served; if not, the old weights are."""
     updates = _updates(manager)
     if not updates:
         return original(manager, request)
@@ -133,7 +133,7 @@ def end(original: Handler, manager: SchedulerWeightUpdaterManager, request: Any)
 
 
 def from_files(original: Handler, manager: SchedulerWeightUpdaterManager, request: Any) -> Any:
-    """The answer to `/update_weights_from_disk`: whether the new weights serve. If not, those of before do."""
+    """The answer to `/update_weights_from_disk`: whether the new weights are served; if not, the old weights are."""
     if not _is_ours(manager):
         return original(manager, request)
     runners = runners_of(manager)
@@ -158,7 +158,7 @@ def from_files(original: Handler, manager: SchedulerWeightUpdaterManager, reques
 
 
 def from_ipc(original: Handler, manager: SchedulerWeightUpdaterManager, request: Any) -> Any:
-    """The answer to `/update_weights_from_ipc` (checkpoint-engine): whether the new weights serve."""
+    """The answer to `/update_weights_from_ipc` (checkpoint-engine): whether the new weights are served."""
     if not _is_ours(manager):
         return original(manager, request)
     runners = runners_of(manager)
@@ -168,7 +168,7 @@ def from_ipc(original: Handler, manager: SchedulerWeightUpdaterManager, request:
 
     def receive() -> None:
         for _, runner in runners:
-            with AfterLoading.suspended():  # SGLang's worker calls it behind the last bucket
+            with AfterLoading.suspended():  # SGLang's worker calls it after the last bucket
                 success, message = runner.weight_updater.update_weights_from_ipc(request)
             if not success:
                 raise CheckpointError(message)
@@ -181,7 +181,7 @@ def from_ipc(original: Handler, manager: SchedulerWeightUpdaterManager, request:
 
 
 def note_lost_weights(result: None, manager: SchedulerWeightUpdaterManager, request: Any) -> None:
-    """After `/release_memory_occupation`: remember that the weights have no values until all of them come."""
+    """After `/release_memory_occupation`: note that the weights have no values until an update brings all of them."""
     from sglang.srt.runtime_context import get_exec
 
     released = _WEIGHTS in (request.tags or [_WEIGHTS]) and manager.memory_saver_adapter.enabled
@@ -195,7 +195,7 @@ def note_lost_weights(result: None, manager: SchedulerWeightUpdaterManager, requ
 def reason_against(model: nn.Module) -> str | None:
     """The reason why this model's weights can't be exchanged part by part; None if they can.
 
-    They can where parameters hold the checkpoint's bytes or values in its order, and in packed experts.
+    They can be exchanged if the parameters hold the checkpoint's bytes or values in its order, and in packed experts.
     """
     for name, module in model.named_modules():
         method = type(getattr(module, "quant_method", None)).__name__
@@ -275,7 +275,7 @@ def _receive_bucket(manager: SchedulerWeightUpdaterManager, source: str, receive
 
 
 def _at_once(manager: SchedulerWeightUpdaterManager, source: str, receive: Callable[[], None]) -> tuple[bool, str]:
-    """Whether the weights that `receive` gives to all models serve; and a sentence for the client."""
+    """Whether the weights that `receive` gives to all models are served now, and a sentence for the client."""
     if _updates(manager):
         return False, OPEN
     if (busy := _busy(manager)) is not None:
@@ -321,7 +321,7 @@ def _read_files(runner: ModelRunner, path: str, load_format: str) -> Callable[[]
 
 
 def _require_same_config(ours: Config, path: str, model_config: Any) -> None:
-    """Raise a ConfigError if the new checkpoint's config.json is another model's; a trainer's folder may have none."""
+    """Raise a ConfigError if the new folder's config.json describes another model; a trainer's folder may have none."""
     try:
         fields = read_config(path, model_config.revision)
     except OSError:
@@ -335,7 +335,7 @@ def _require_same_config(ours: Config, path: str, model_config: Any) -> None:
 
 
 def _check(manager: SchedulerWeightUpdaterManager, whole: bool) -> None:
-    """Check every open update; weights that were lost must come whole."""
+    """Check every open update; a model whose weights were lost needs all tensors."""
     for role, runner in runners_of(manager):
         model = runner.model
         if model.weight_update is not None:
@@ -347,7 +347,7 @@ def _check(manager: SchedulerWeightUpdaterManager, whole: bool) -> None:
 
 
 def _first_error(manager: SchedulerWeightUpdaterManager, do: Callable[[], object]) -> str | None:
-    """The error of the lowest rank on which `do` raised; None if it did on none. Every rank must call it."""
+    """Run `do`; returns the error of the lowest rank on which it raised, None for none. Every rank must call this."""
     error, group = None, manager.tp_cpu_group
     try:
         do()
@@ -366,7 +366,7 @@ def _first_error(manager: SchedulerWeightUpdaterManager, do: Callable[[], object
 
 
 def _busy(manager: SchedulerWeightUpdaterManager) -> str | None:
-    """The reason why weights can be exchanged later only; None if they can be now. It is the same on every rank."""
+    """The reason why weights can't be exchanged yet; None if they can be. It is the same on every rank."""
     if (released := _released(manager)) is not None:
         return released
     if is_idle(manager):
@@ -394,7 +394,11 @@ def _reason_against(runners: list[tuple[str, ModelRunner]]) -> str | None:
 
 
 def _exchange(manager: SchedulerWeightUpdaterManager) -> tuple[bool, str]:
-    """Exchange the weights of all models and flush the cache, or change nothing; and a sentence for the client."""
+    """Exchange the weights of all models and flush the cache, or change nothing.
+
+    Returns:
+        Whether the new weights are served, and a sentence for the client.
+    """
     updates, done, begin = _updates(manager), [], time.perf_counter()
 
     def exchange() -> None:
@@ -432,7 +436,7 @@ def _exchange(manager: SchedulerWeightUpdaterManager) -> tuple[bool, str]:
 
 
 def _synchronise() -> None:
-    """Wait for the device: an error of an exchange appears here, and none of it is still under way."""
+    """Wait for the device, so that the copies are complete and their errors appear here."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -3,13 +3,13 @@
     model.weight_update = WeightUpdate(model)      begin
     model.load_weights(bucket)                     any subset of the checkpoint's tensors, any number of times
     model.weight_update.check(whole=False)         end: pairs are complete
-    model.weight_update.exchange()                 the weights that serve are swapped with those in host memory
+    model.weight_update.exchange()                 the served weights are swapped with those in host memory
     model.weight_update.exchange()                 only if another rank or the draft failed: swapped back
 
 Forwards between begin and end compute with the old weights. Host memory holds this rank's shards of the tensors that
-came, in the parameters' dtypes, and, after the exchange, the old values of these parameters: therefore a failure leaves
-the bits of before, and neither device nor host holds a third copy. On the device an exchange needs one part at a time:
-one expert's matrix, or one parameter outside of the experts.
+came, in the parameters' dtypes; after the exchange it holds the old values of these parameters. So a failed exchange
+can be undone bit for bit, and neither device nor host holds a third copy. On the device an exchange needs memory for
+one part at a time: one expert's matrix, or one parameter outside of the experts.
 
 Rows of a parameter that are not in the update (w1 of an expert whose w3 comes, the embedding's padding) keep their
 values. Parameters stay at their addresses, which CUDA graphs read.
@@ -47,7 +47,7 @@ class UpdatableModel(Protocol):
 
 
 def load_weights(model: UpdatableModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load a whole checkpoint into the model; while a weight update is open, keep a part of one for its end.
+    """Load a whole checkpoint into the model; or, while a weight update is open, add the tensors to the update.
 
     Raises:
         CheckpointError: see `load_checkpoint` and `WeightUpdate.add`.
@@ -94,12 +94,12 @@ class WeightUpdate:
 
         Raises:
             CheckpointError: a tensor is unknown, came before, has another shape or dtype, or holds NaN or infinity;
-                or an earlier call failed. From then on the update is of no use.
+                or an earlier call failed. From then on every call raises.
         """
         if self.failure is not None:
             raise CheckpointError(self.failure)
         try:
-            # Tensors that outlive a call may not be those of the scheduler's inference mode: parameters refer to them.
+            # Parameters will refer to these tensors, so they may not be made in the scheduler's inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 for name, tensor in read(weights, folder):
                     if self._table.is_ours(name):
@@ -115,10 +115,10 @@ class WeightUpdate:
             raise
 
     def check(self, whole: bool) -> None:
-        """Check that the tensors which came can be served: each weight with its scales, or with `whole` all tensors.
+        """Check that the tensors can be served: each weight has its scales, and with `whole` no tensor is missing.
 
         Raises:
-            CheckpointError: they can't, or `add` failed; `failure` says why.
+            CheckpointError: they can't be served, or `add` failed; `failure` says why.
         """
         if self.failure is None:
             try:
@@ -128,10 +128,10 @@ class WeightUpdate:
         raise CheckpointError(self.failure)
 
     def exchange(self) -> None:
-        """Swap the weights that serve with those of this update; a second call swaps them back.
+        """Swap the served weights with those of this update; a second call swaps them back.
 
         Raises:
-            Exception: the device's, after all weights were swapped back.
+            Exception: an error of the device; it is raised after all weights were swapped back.
         """
         done: list[Part] = []
         with torch.no_grad():

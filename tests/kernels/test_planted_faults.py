@@ -1,4 +1,4 @@
-"""Faults planted in the source of kernels (planted_faults.toml): with each, the test that it names fails."""
+"""Faults planted in the source of kernels (planted_faults.toml): each makes the test fail that its row names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EACH_FAULT = pytest.mark.parametrize(
     "fault", FAULTS, ids=lambda f: f"{f['file'].removeprefix('kernels/')}: {f['name']}"
 )
 RESULTS = r"^E +(assert |AssertionError|.*cudaErrorLaunchFailure|.*IndexError|.*out of bounds)"
-"""A result that differs, or an error of the emulator, which CuTe DSL reports as a failure of the launch."""
+"""Messages of expected failures: a result differs, or the emulator raised, which CuTe DSL calls a failed launch."""
 
 
 @EACH_FAULT

@@ -15,7 +15,7 @@ from dsv4_kernels.rope import rope_frequencies
 
 POSITIONS, FREQUENCIES = torch.tensor([3, 2**20 - 1, 0, 70000]), rope_frequencies(64, 10000.0, None)
 Function = Callable[[Tensor, Tensor], list[Tensor]]
-"""(rows [T, 1536] bf16, positions [T] int64) -> results, each with a row for every row."""
+"""(rows [T, 1536] bf16, positions [T] int64) -> results, each with one row for each input row."""
 
 
 def in_fp32(rows: Tensor) -> Tensor:

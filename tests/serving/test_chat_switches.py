@@ -13,8 +13,8 @@ import pytest
 import requests
 from serving.server import Server
 
-from sglang_dsv4.requests import chat_switches, reasoning_effort
-from sglang_dsv4.requests.thinking_budget import budget_of
+from sglang_dsv4.requests.chat import reasoning_effort, switches
+from sglang_dsv4.requests.chat.thinking_budget import budget_of
 
 TIMEOUT_S = 300
 ON, OFF = {"thinking": True}, {"thinking": False}
@@ -155,7 +155,7 @@ def test_efforts_of_a_release_are_a_closed_list(monkeypatch: pytest.MonkeyPatch)
 
 def test_another_models_requests_are_left_alone() -> None:
     request = SimpleNamespace(chat_template_kwargs={"enable_thinking": "yes"})
-    chat_switches.settle(SimpleNamespace(chat_encoding_spec="glm47"), request)  # type: ignore[arg-type]
+    switches.settle(SimpleNamespace(chat_encoding_spec="glm47"), request)  # type: ignore[arg-type]
     assert request.chat_template_kwargs == {"enable_thinking": "yes"}
 
 
@@ -164,7 +164,7 @@ def test_a_servers_default_is_used_where_a_request_says_nothing() -> None:
         unset = dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "thinking", "custom_params"))
         request = SimpleNamespace(**(unset | fields))
         serving = SimpleNamespace(chat_encoding_spec="dsv4", default_chat_template_kwargs=defaults)
-        chat_switches.settle(serving, request)  # type: ignore[arg-type]
+        switches.settle(serving, request)  # type: ignore[arg-type]
         return request.chat_template_kwargs
 
     assert settled({"enable_thinking": True}) == {"thinking": True, "enable_thinking": True}
@@ -196,6 +196,6 @@ def test_anthropics_switch_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> N
     )
     made = AnthropicServing(chat_serving)._convert_to_chat_completion_request(request)
     serving = SimpleNamespace(chat_encoding_spec="dsv4", default_chat_template_kwargs={})
-    chat_switches.settle(serving, made)  # type: ignore[arg-type]
+    switches.settle(serving, made)  # type: ignore[arg-type]
     assert made.chat_template_kwargs["thinking"] is True
     assert budget_of(SimpleNamespace(**made.to_sampling_params([], {}, None))) == 1024

@@ -13,7 +13,7 @@ from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.requests import reasoning_effort as effort
+from sglang_dsv4.requests.chat import reasoning_effort as effort
 
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"

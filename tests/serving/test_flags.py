@@ -63,7 +63,7 @@ LINES = server_flags.command_lines()
 
 @pytest.fixture(scope="module")
 def known(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Cold answers of a server without the flags, and a proof that it is exact itself."""
+    """Cold answers of a server without the flags, after a proof that its answers have the same bits in every batch."""
     references: References = {}
     with running_server(checkpoint, tmp_path_factory.mktemp("plain") / "log", *FLAGS, env=TAILS) as server:
         found = exact_trace.prove(server.url, SIZES, references)
@@ -252,7 +252,7 @@ CHECKS: dict[str, Callable[[Server, Path], None]] = {
 
 @pytest.mark.slow
 def test_dspark_drafts_of_a_few_tokens(tmp_path: Path, known: References) -> None:
-    """The target of this checkpoint has the weights of the others' target."""
+    """This checkpoint's target has the same weights as the target of the other checkpoints."""
     shape, _, _ = speculation.ALGORITHMS["DSPARK"]
     write_checkpoint(tmp_path / "model", shape)
     flags = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "3")
@@ -265,8 +265,8 @@ def test_dspark_drafts_of_a_few_tokens(tmp_path: Path, known: References) -> Non
 
 @pytest.mark.slow
 def test_a_context_beyond_the_models(checkpoint: Path, tmp_path: Path, known: References) -> None:
-    """Positions have no table that could end: with SGLang's consent longer requests have the bits that they have in a
-    model for them."""
+    """RoPE has no table of positions: if SGLang accepts a longer context, requests get the bits of a model that was
+    configured for it."""
     flags = ("--json-model-override-args", '{"max_position_embeddings": 256}', "--context-length", "2048")
     env = {**TAILS, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=env, from_command=True) as server:
@@ -276,7 +276,7 @@ def test_a_context_beyond_the_models(checkpoint: Path, tmp_path: Path, known: Re
 
 @pytest.mark.slow
 def test_another_grammar_backend(checkpoint: Path, tmp_path: Path) -> None:
-    """Grammars hold, and one that can't be compiled is refused."""
+    """Answers obey their grammars, and a grammar that can't be compiled is refused."""
     flags = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=TAILS) as server:
         schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}

@@ -12,7 +12,7 @@ from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Serve
 
 KNOWN = {"short": [0, 7, 8, 9], "two-pages": [0, *(3 + i % 800 for i in range(520))]}
 BETWEEN, BETWEEN_WRONG = 25, 100
-"""Requests between two known answers: of whole requests that are drawn, of requests with one wrong field."""
+"""Invalid requests do not change a known answer: requests drawn at random, and valid ones with one wrong field."""
 
 
 def answers(server: Server) -> dict[str, tuple[list[int], list[float]]]:
@@ -61,7 +61,7 @@ def test_some_hundred_requests(server: Server) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "drawn", "wrong"), [(2, 800, 0), (3, 800, 0), (4, 0, None)])
 def test_thousands_of_requests(checkpoint: Path, tmp_path: Path, seed: int, drawn: int, wrong: int | None) -> None:
-    """Each field of each route with a value of each kind is more than 5,000 requests."""
+    """Every field of every route gets a value of every kind: more than 5,000 requests."""
     flags = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), "--enable-metrics")
     flags += ("--chunked-prefill-size", "512", "--constrained-json-disable-any-whitespace", SLEEP_ON_IDLE)
     with running_server(checkpoint, tmp_path / "log", *flags, env=TAILS) as server:

@@ -90,7 +90,7 @@ def gauge(server: Server, name: str) -> float:
 
 
 def test_gauges_are_of_the_flushed_pool(server: Server) -> None:
-    """They kept their values until the next batch, which looked like a leak."""
+    """After a flush SGLang's gauges kept their values until the next batch, which looked like a leak."""
     server.generate(prompt(300, 600))
     wait_until_idle(server)
     assert gauge(server, "sglang:kv_evictable_tokens") >= 2 * PAGE

@@ -46,7 +46,7 @@ def ended(server: Server, cause: str) -> float:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_request_that_forbids_every_token_gets_a_reason(server: Server, temperature: float) -> None:
-    """By a processor, and by stop tokens together with `min_new_tokens`. A sampled one ended the server."""
+    """A processor, or stop tokens with `min_new_tokens`, forbid every token. A sampled request ended the server."""
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
     before, count = known(server), ended(server, "adjusted")
@@ -82,7 +82,7 @@ def broken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.slow
 def test_only_the_request_with_the_broken_token_ends(server: Server, broken: Server) -> None:
-    """In a prefill, and in a decode or verify step after a forced token; greedy and sampled, whole and streamed."""
+    """NaN appears in a prefill, or in a decode or verify step after a forced token; greedy, drawn, streamed or not."""
     expected, count = known(server), ended(broken, "model")
     force = {"logit_bias": {str(BROKEN): 1e4}}  # the first token is the broken one: the second has no logits
     with ThreadPoolExecutor(6) as pool:

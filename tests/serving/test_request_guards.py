@@ -1,6 +1,6 @@
 """Requests that ended the server, got a 500 or were served as other requests: now a 400 each.
 
-One test a row of the table in `requests.guards`. A request after them gets the same bits as before.
+One test a row of the table in `requests.refused.guards`. A request after them gets the same bits as before.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def same_answers(server: Server) -> Iterator[None]:
 def test_a_field_is_refused_with_a_reason(
     server: Server, same_answers: None, path: str, body: dict[str, Any], reason: str
 ) -> None:
-    """Some of these ended the server: a list of counts, labels, overrides, and the forward after a profile."""
+    """Lists of counts, labels, overrides, and the forward after a bad profile each ended the server."""
     response = requests.post(server.url + path, json=body, timeout=TIMEOUT_S)
     assert response.status_code == 400, (response.status_code, response.text)
     assert reason in response.json().get("error", response.json())["message"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from serving.server import Server, output_logprobs
 
-from sglang_dsv4.requests import penalties, sampling
+from sglang_dsv4.requests.sampling import penalties, sampler
 from sglang_dsv4.seam import live
 
 PROMPT = [0, *range(40, 90)]
@@ -238,11 +238,11 @@ def test_a_greedy_row_takes_its_largest_logit_where_probabilities_are_equal(monk
     monkeypatch.setattr(live, "_live", object())
     logits = torch.tensor([[0.0, 1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0, 0.0]])
     info = SimpleNamespace(is_any_greedy=True, is_all_greedy=False, top_ks=torch.tensor([1, 4]))
-    sampling.note_greedy_tokens(logits, None, logits, info)  # type: ignore[arg-type]
+    sampler.note_greedy_tokens(logits, None, logits, info)  # type: ignore[arg-type]
     probs = logits.softmax(-1)
     assert probs[0].unique().numel() == 1
     drawn = (torch.tensor([0, 3], dtype=torch.int32), None)
-    tokens, mask = sampling.take_greedy_tokens(drawn, None, probs, info)  # type: ignore[arg-type, misc]
+    tokens, mask = sampler.take_greedy_tokens(drawn, None, probs, info)  # type: ignore[arg-type, misc]
     assert (tokens.tolist(), tokens.dtype, mask) == ([2, 3], torch.int32, None)
 
 
@@ -268,7 +268,7 @@ def test_seeded_draws_follow_the_distribution() -> None:
         (torch.full((draws,), -3), torch.arange(draws)),
         (torch.arange(draws) - 2**63, torch.full((draws,), 7)),
     ):
-        drawn = sampling.draw(torch.multinomial, probs.log().expand(draws, -1), seeds, positions)
+        drawn = sampler.draw(torch.multinomial, probs.log().expand(draws, -1), seeds, positions)
         counts = drawn.flatten().bincount(minlength=20)
         assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt()).all()
 
@@ -276,13 +276,13 @@ def test_seeded_draws_follow_the_distribution() -> None:
 @pytest.fixture
 def first_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the draw, which needs SGLang's Triton kernel outside a server, by the likeliest remaining token."""
-    monkeypatch.setattr(sampling, "draw_by_seed", lambda logprobs, seed, positions: logprobs.argmax(1, keepdim=True))
+    monkeypatch.setattr(sampler, "draw_by_seed", lambda logprobs, seed, positions: logprobs.argmax(1, keepdim=True))
 
 
 def left_of(probs: torch.Tensor, *limits: Any) -> torch.Tensor:
     """Return the tokens that `sample_with_seeds` keeps of a distribution [B, V]."""
     seeds = torch.arange(len(probs))
-    results = sampling.sample_with_seeds(None, probs.clone(), *limits, seeds, seeds, return_filtered_probs=True)
+    results = sampler.sample_with_seeds(None, probs.clone(), *limits, seeds, seeds, return_filtered_probs=True)
     _, left, ids, weight = results
     assert torch.equal(weight, left[:, 0])
     return torch.zeros_like(probs).scatter_(1, ids.long(), left)

@@ -40,7 +40,7 @@ from transformers import AutoTokenizer
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.requests.thinking_budget import think_tokens
+from sglang_dsv4.requests.chat.thinking_budget import think_tokens
 
 SLOW_EAGLE = pytest.param("EAGLE", marks=pytest.mark.slow)
 """Among the quick tests `test_replayed_graphs` and `test_draft_tails` have EAGLE."""

@@ -64,7 +64,7 @@ def test_one_log_line_says_what_the_start_took(server: Server) -> None:
 
 
 def test_messages_about_other_machines_are_not_printed(server: Server) -> None:
-    """Some twenty lines, the same in each process, stood around the lines that matter."""
+    """SGLang printed some twenty irrelevant lines in each process, between the relevant ones."""
     for message in (*noise.WARNINGS, *noise.LOGGED):
         assert message.begin not in server.log, message.why
 

@@ -1,4 +1,4 @@
-"""Weights from a trainer through a server: nothing serves before the end, hits stay exact, failures change nothing.
+"""Weights from a trainer through a server: served only after the end, hits equal cold answers, failures change nothing.
 
 The loop at the end is that of verl and slime: rollout, pause, synchronise, continue, rollout. Its log-probabilities are
 those of a fresh server with the new weights, bitwise.
@@ -66,7 +66,7 @@ def trained(server: Server, checkpoint: Path) -> Iterator[Trainer]:
 
 
 def test_one_tensor(server: Server, checkpoint: Path, trained: Trainer) -> None:
-    """Before, such an update failed with "209 missing tensors", changed the tensor, and left the prefix cache."""
+    """Such an update failed with "209 missing tensors", changed the tensor all the same, and kept the prefix cache."""
     flush(server)
     norm, before, named = read(checkpoint)[NORM], answer(server, PROMPT), version(server)
     assert account(server.generate(PROMPT, max_new_tokens=1))["position"] > 0

@@ -39,7 +39,7 @@ def read(folder: Path) -> Checkpoint:
 
 @pytest.mark.parametrize("wo_a", ["both", "fp8", "bf16"])
 def test_answers_are_those_of_a_fresh_server(wo_a: str, tmp_path: Path) -> None:
-    """A whole update in buckets; half of the experts' w1 alone, and back; the old weights from disk."""
+    """Three updates: the whole model in buckets; w1 of half of the experts, and back; the old weights from disk."""
     for seed, name in enumerate(("old", "new"), 11):
         write_checkpoint(tmp_path / name, SHAPE, seed=seed)
     old, new = read(tmp_path / "old"), read(tmp_path / "new")

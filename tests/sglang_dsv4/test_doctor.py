@@ -121,7 +121,7 @@ def test_sizes_of_host_memory() -> None:
     ],
 )
 def test_sizes_that_can_not_be_are_refused(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It printed a plan for -5 tokens."""
+    """The doctor printed a plan for -5 tokens."""
     with pytest.raises(SystemExit):
         doctor.main([option, said])
     assert f"argument {option}: expected " in capsys.readouterr().err

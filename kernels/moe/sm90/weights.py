@@ -122,10 +122,10 @@ def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = Fal
 
 
 def in_checkpoint_order(codes: Tensor, scale: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [E, rows, K / 2], scale bytes uint8 [E, rows, K / 32]) whose arrangement are the given bytes.
+    """(codes uint8 [E, rows, K / 2], scale bytes uint8 [E, rows, K / 32]) whose arrangement is the given bytes.
 
-    The inverse of `arrange` in place. Scales of groups of zeros, and codes that `arrange` rounded, are not those of the
-    checkpoint; arranged again they give the same bytes.
+    The inverse of `arrange` in place. Scales of groups of zeros and codes that `arrange` rounded differ from the
+    checkpoint's; arranged again they give the same bytes.
 
     Args:
         codes, scale: as `arrange` left them, in the shapes of its arguments.

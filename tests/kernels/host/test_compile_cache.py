@@ -266,9 +266,34 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
+    """One, not one a kernel: a home that takes no files gave two for each of a server's 63 kernels."""
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path / "file" / "kernels"))
-    assert callable(Counted().get())
-    assert "compiled kernels are not kept" in caplog.text
+    assert all(callable(Counted(Config(factor)).get()) for factor in (2, 3))
+    assert caplog.text.count("compiled kernels are not kept") == 1
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_umask_decides_who_reads_a_kernel(folder: Path, umask: int, mode: int) -> None:
+    """Kernels had mode 600 always, so of two users of one folder the second could not read the first one's."""
+    before = os.umask(umask)
+    try:
+        Counted().get()
+    finally:
+        os.umask(before)
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {".o": mode, ".json": mode, ".lock": 0o666}
+
+
+def test_a_folder_without_locks_costs_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(self: object, timeout: float) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(compile_cache.FileLock, "acquire", refused)
+    kernels = [Counted(Config(factor)) for factor in (2, 3)]
+    assert all(callable(kernel.get()) for kernel in kernels)
+    assert len(objects(folder)) == 2 and caplog.text.count(f"no locks in {folder}") == 1
 
 
 def test_a_configuration_with_an_address_is_refused() -> None:

@@ -96,7 +96,7 @@ def test_hopper_s_weights_beyond_32_bits() -> None:
 
 
 def moved(listed: Any, before: int) -> Any:
-    """The same work list behind `before` groups of slots, which no work tile has."""
+    """The same work list after `before` groups of slots that no work tile uses."""
     from dsv4_kernels.moe.sm90.launch import Listed
     from dsv4_kernels.moe.sm90.plan import TileField
 
@@ -129,7 +129,7 @@ def test_hopper_s_slots_beyond_32_bits() -> None:
         for its, behind in ((listed, 0), (far, 8 * before)):
 
             def quantised(rows: Tensor, chooses: bool, behind: int = behind) -> list[Tensor]:
-                """Codes and scales of the first slots, behind so many other slots."""
+                """Codes and scales of the first slots, moved after so many other slots."""
                 made = launch.quantise(rows, listed, chooses=chooses)
                 parts = [part[: slots * len(part) // (8 * listed.groups)] for part in made]
                 if behind:

@@ -25,11 +25,16 @@ BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "readme": lambda: served_tables.served("serve_ab_h200", served_tables.SERVED + served_tables.CHURN),
-    "serve_ab": lambda: served_tables.served(
-        "serve_ab_h200", served_tables.SERVED + served_tables.CHURN + served_tables.STEPS
+    "readme": lambda: served_tables.served(
+        ("serve_ab_torch_2_14_h200", served_tables.SERVED), ("serve_ab_h200", served_tables.CHURN)
     ),
-    "two_gpus": lambda: served_tables.served("serve_ab_h100_x2", served_tables.SERVED + served_tables.STEPS[:1]),
+    "serve_ab": lambda: served_tables.served(
+        ("serve_ab_torch_2_14_h200", served_tables.SERVED + served_tables.STEPS), ("serve_ab_h200", served_tables.CHURN)
+    ),
+    "serve_ab_torch_2_11": lambda: served_tables.served(
+        ("serve_ab_h200", served_tables.SERVED + served_tables.CHURN + served_tables.STEPS)
+    ),
+    "two_gpus": lambda: served_tables.served(("serve_ab_h100_x2", served_tables.SERVED + served_tables.STEPS[:1])),
     "agreement": served_tables.agreement,
     "attention": kernel_tables.attention,
     "blackwell": kernel_tables.blackwell,

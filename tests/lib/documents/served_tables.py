@@ -30,15 +30,16 @@ STEPS = [
 ]
 
 
-def served(name: str, wanted: list[tuple[str, str, int, str]]) -> str:
-    """Both servers and their ratio, for each (label, work, requests, metric) that the file has."""
-    found = {(row["work"], row["requests"], row["metric"]): row for row in load(name)["rows"]}
+def served(*parts: tuple[str, list[tuple[str, str, int, str]]]) -> str:
+    """Both servers and their ratio: for each file, each (label, work, requests, metric) that it has."""
 
     def rows() -> Iterator[list[str]]:
-        for label, *key in wanted:
-            row = found.get(tuple(key))
-            if row is not None:
-                yield [label, whole(row["ours"]), whole(row["builtin"]), f"{row['ratio']:.2f}"]
+        for name, wanted in parts:
+            found = {(row["work"], row["requests"], row["metric"]): row for row in load(name)["rows"]}
+            for label, *key in wanted:
+                row = found.get(tuple(key))
+                if row is not None:
+                    yield [label, whole(row["ours"]), whole(row["builtin"]), f"{row['ratio']:.2f}"]
 
     return markdown(("", "ours", "built-in", "ratio"), rows())
 

@@ -16,7 +16,7 @@ from typing import Any
 FILE = Path(__file__).resolve().parents[3] / "docs" / "server_flags.toml"
 NO_EFFECT = "no effect"
 OTHERS = ("*",)
-"""In the place of values: all that no other row names."""
+"""Stands for all values that no other row names."""
 ANSWERS = ("works", NO_EFFECT, "replaced", "refused")
 KEYS = {"flags", "fields", "is", "why", "with", "where", "test", "set", "by", "reads"}
 
@@ -132,7 +132,7 @@ def sets() -> dict[str, tuple[Row, ...]]:
 
 
 def command_lines() -> dict[str, list[str]]:
-    """Name of a server -> its flags: of every set a server for each alternative, of flags without effect one."""
+    """Name of a server -> its flags: a server for each alternative of each set, one for all flags without effect."""
     lines = {}
     for name, of_set in sets().items():
         count = 1 if name == NO_EFFECT else max(len(values) for row in of_set for values in row.flags)

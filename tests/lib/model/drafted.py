@@ -17,7 +17,7 @@ from torch import Tensor
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, tensors, write_checkpoint
 
 SHAPE = replace(PRESETS["flash-0731"], vocab_size=1024)
-LENGTH, VOCAB, NOISE = 300, 1000, SHAPE.dspark_noise_token_id
+LENGTH, VOCAB = 300, 1000
 SEED = 3
 
 

@@ -1,5 +1,5 @@
-"""SGLang's handlers of the OpenAI and Anthropic routes in the tests' own process, with an engine that gives the tokens
-that a test names. The hooks of `requests` are installed around them, as a plugin installs them."""
+"""SGLang's handlers of the OpenAI and Anthropic routes in the test's process, over an engine that answers with tokens
+which the test chose. The hooks of `requests` are installed around them, as the plugin installs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def hooked(*modules: str) -> Iterator[None]:
         patch.setattr(live, "_answers_clients", bool(modules))
         for hook in HOOKS:
             module = hook.function.split(":")[0].rpartition(".")[2]
-            if hook.process is Process.LAUNCHER and hook.kind in IN_REGISTRY and module in ("tool_calls", "responses"):
+            if (
+                hook.process is Process.LAUNCHER
+                and hook.kind in IN_REGISTRY
+                and module in ("output_parser", "responses")
+            ):
                 owner, _, attribute = hook.target.rpartition(".")
                 function = getattr(pkgutil.resolve_name(owner), attribute)
                 while hasattr(function, "__wrapped__"):  # where a plugin was loaded in this process
@@ -45,7 +49,7 @@ def hooked(*modules: str) -> Iterator[None]:
 
 @dataclass
 class Given:
-    """An answer as a client has it."""
+    """An answer as a client receives it."""
 
     reasoning: str = ""
     text: str = ""

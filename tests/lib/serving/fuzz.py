@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from sglang_dsv4.requests import fields
+from sglang_dsv4.requests.refused import fields
 
 LEFT_OUT = {
     "/abort_request": "ends the requests with known answers, as intended",
@@ -148,8 +148,7 @@ class Fuzzer:
         return made
 
     def _changed(self, route: Route, valid: list[dict[str, Any]]) -> Iterator[Any]:
-        """Yield one of several bodies with one changed field, for each field and each kind, or each body for a kind of
-        list; at last bodies that are no objects."""
+        """Yield bodies with one changed field, for each field and kind of value; the last bodies are no objects."""
         pick = self._random
         for kind, values in KINDS.items():
             for name in self._resolved(route.schema).get("properties", {}):
@@ -168,7 +167,7 @@ class Fuzzer:
         return {name: self._value(properties[name], DEPTH, strange=0.0) for name in schema.get("required", ())}
 
     def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the object's schema behind a reference, or among alternatives."""
+        """Return the schema of an object that a reference or an alternative leads to."""
         if "$ref" in schema:
             return self._schemas[schema["$ref"].rsplit("/", 1)[1]]
         found = [self._resolved(one) for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]

@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dsv4.requests.arguments import Fault
-from sglang_dsv4.requests.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER
+from sglang_dsv4.requests.tool_calls.arguments import Fault
+from sglang_dsv4.requests.tool_calls.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER
 
 SCHEMAS = {
     "bash": {"properties": {"command": {"type": "string"}, "seconds": {"type": "integer"}}, "required": ["command"]},
@@ -93,11 +93,11 @@ BROKEN = {
 
 @dataclass
 class Written:
-    """An answer of the grammar, and what a client should get of each of its beginnings."""
+    """An answer of the grammar, with the text and calls that a client should get of each prefix of it."""
 
     text: str = ""
     calls: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)  # end, name, arguments
-    markup: list[tuple[int, int]] = field(default_factory=list)  # [begin, end) of what is no text once a call is final
+    markup: list[tuple[int, int]] = field(default_factory=list)  # [begin, end), dropped once its call is final
 
     def expected(self, end: int) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
         """The text and the calls of the answer's first `end` characters."""
@@ -107,7 +107,7 @@ class Written:
             if until <= end:
                 said, done = said + self.text[done:begin], until
         rest = self.text[done:end]
-        # `markup` ends with a call or with its block; a part of the block's end is no text.
+        # `markup` ends with a call or with its block; an unfinished closing tag of the block is dropped.
         if done and self.text.endswith(INVOKE_CLOSE, 0, done) and BLOCK_CLOSE.startswith(rest.lstrip(" \t\r\n")):
             rest = ""
         return (said + rest).replace(MARK, MARKER), calls
@@ -180,7 +180,7 @@ def some_answer(draw: random.Random) -> Written:
             if draw.random() < 0.15 and not bare:
                 call = broken_call(draw)
                 written.text += call
-                broken = broken or call.startswith(f"<{MARK}invoke")  # else it ends the block, as any text does
+                broken = broken or call.startswith(f"<{MARK}invoke")  # other text ends the block
                 whole = False
                 break
             call, name, arguments = right_call(draw)

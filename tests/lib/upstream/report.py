@@ -4,7 +4,7 @@
     python -m upstream.report FOLDER                compare with the version below FOLDER (which holds sglang/)
     python -m upstream.report --write               renew digests.json from the installed version
 
-The latter two want PYTHONPATH=tests/lib.
+The last two commands need PYTHONPATH=tests/lib.
 
 Watched: the targets of `sglang_dsv4/seam/hooks.py`, the names that our modules import from SGLang, and the methods of
 SGLang's classes that our classes override. `digests.json` has a digest of each one's text in the tested version, so a
@@ -40,7 +40,7 @@ RESOLUTION_STEPS = "sglang.srt.arg_groups"
 
 
 class Change(NamedTuple):
-    """One name that is not as it was."""
+    """A watched name that differs in the other version."""
 
     name: str
     users: str  # which of our files, or "a hook"
@@ -144,7 +144,7 @@ def changes(before: dict[str, str], users: dict[str, set[str]], tree: Tree, old:
 
 
 def gone(name: str, used_by: str, was: Found | None, tree: Tree) -> Change:
-    """A name that is not where it was: moved (the same name in another module), renamed (the same text), or gone."""
+    """The change of a name that was not found: moved (same name, another module), renamed (same text) or gone."""
     last = re.split("[.:]", name)
     local = was.name if was is not None and was.name else last[-1]
     moved = [found for found in tree.definitions() if found.name == local]
@@ -166,7 +166,7 @@ def unified(was: Found, found: Found) -> str:
 
 
 def as_text(found: Iterable[Change], with_differences: bool) -> str:
-    """The report: names by what happened to them, each with our users."""
+    """The report: names by kind of change, each with our users."""
     found, lines = list(found), []
     for what in ("gone", "renamed", "moved", "changed"):
         rows = [change for change in found if change.what == what]

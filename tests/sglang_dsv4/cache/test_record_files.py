@@ -203,7 +203,7 @@ IN_THE_WAY = {"directory": make_directory, "pipe": os.mkfifo, "link": make_link}
 def test_what_stands_in_a_records_place_is_replaced(
     files: RecordFiles, stands: Callable[[Path], None], asked: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A directory was unreadable when its page was asked for, and there when it was to be written: never repaired."""
+    """A directory under a page's name was a miss when read, but existed when the page was written: never repaired."""
     path = files.folder / KEY[:2] / KEY
     path.parent.mkdir()
     stands(path)
@@ -217,7 +217,7 @@ def test_what_stands_in_a_records_place_is_replaced(
 @pytest.mark.parametrize("level", [1, 2], ids=["folder-of-an-identity", "folder-of-records"])
 @pytest.mark.parametrize("link", [False, True], ids=["file", "dangling-link"])
 def test_what_stands_in_a_folders_place_is_replaced(tmp_path: Path, level: int, link: bool) -> None:
-    """Writing paused for 30 s at each record below it."""
+    """Each record below such a place paused writing for 30 s."""
     folder = RecordFiles(tmp_path, IDENTITY).folder
     if level == 1:
         (folder / "identity.json").unlink()

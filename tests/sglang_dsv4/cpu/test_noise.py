@@ -16,7 +16,7 @@ ALL = (*noise.WARNINGS, *noise.LOGGED)
 
 @pytest.mark.parametrize("message", ALL, ids=[message.module.rsplit(".", 1)[1] for message in ALL])
 def test_sglang_has_the_message(message: noise.Message) -> None:
-    """Otherwise a row would stay when SGLang has changed its words."""
+    """Each message still occurs in SGLang's source; else its row could go."""
     spec = importlib.util.find_spec(message.module)
     source = Path(spec.origin).read_text()
     assert message.begin in source.replace('"\n            "', "").replace('"\n        "', "")

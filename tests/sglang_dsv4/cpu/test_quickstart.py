@@ -54,7 +54,7 @@ def is_running(pid: int) -> bool:
 
 
 def end_session(process: subprocess.Popen[Any]) -> None:
-    """End a process and those that it started, which may be there when it is gone."""
+    """End a process and the processes that it started, which may outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -105,7 +105,7 @@ def test_a_second_signal_ends_a_server_that_does_not_end(tmp_path: Path) -> None
 
 
 def test_it_sets_threads_that_sleep(tmp_path: Path) -> None:
-    """Without the Makefile, which set them before, a prefill of 256 tokens took 20 s on a busy machine."""
+    """Only the Makefile used to set them: without it a prefill of 256 tokens took 20 s on a busy machine."""
     with quickstart(tmp_path, "ready") as (_, seen, _):
         assert seen["OMP_NUM_THREADS"] == str(min(4, len(os.sched_getaffinity(0))))
         assert seen["OMP_WAIT_POLICY"] == "passive"
@@ -124,7 +124,7 @@ while :; do sleep 0.1; done
 
 
 def test_sigterm_to_make_serve_reaches_python(tmp_path: Path) -> None:
-    """A shell stood between the two: it ended, and the server went on."""
+    """A shell between make and the server used to end alone, and the server went on."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("requirements-cpu.txt", "requirements-test.txt", "pyproject.toml", "setup_venv.sh"):
         (tmp_path / name).touch()

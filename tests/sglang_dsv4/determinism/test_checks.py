@@ -248,16 +248,16 @@ def test_a_request_whose_bits_depend_on_others_gets_a_reason(
 
 @pytest.mark.parametrize("on", [True, False])
 def test_the_reason_is_given_under_the_flag(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dsv4.requests import checks as request_checks
+    from sglang_dsv4.requests.refused import token_ids
 
     monkeypatch.setattr(live, "_live", object())
-    monkeypatch.setattr(request_checks, "accelerator_setup", lambda: (True, None))
+    monkeypatch.setattr(token_ids, "accelerator_setup", lambda: (True, None))
     req = request(presence_penalty=1.0, sampling_seed=None, stop_token_ids=None)  # type: ignore[arg-type]
     req.origin_input_ids, req.input_embeds, req.vocab_size = [5], None, 10
     req.logprob = SimpleNamespace(top_logprobs_num=0)
     registry.require_batch_invariance(on)
     try:
-        error = request_checks.refuse_unknown_token_ids(None, req)  # type: ignore[arg-type]
+        error = token_ids.refuse_unknown_token_ids(None, req)  # type: ignore[arg-type]
     finally:
         registry.require_batch_invariance(False)
     assert ("presence_penalty" in error) if on else (error is None)

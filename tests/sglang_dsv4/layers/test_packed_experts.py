@@ -131,7 +131,7 @@ MATRICES = {"w1": ("w13", slice(0, CHANNELS)), "w2": ("w2", slice(None)), "w3": 
 def test_a_weight_update_of_some_matrices(
     rank: Callable[..., PackedExperts], parallel: dict[str, int], chosen: tuple[str, ...]
 ) -> None:
-    """The bytes are those of a load with these matrices changed, at the same addresses; undone, those of before."""
+    """Exchanged, the bytes equal those of a load of the new matrices, at the same addresses; undone, the old ones."""
     layer, packed = rank(**parallel), random_experts(EXPERTS, D, CHANNELS)
 
     def new(expert: int, shard: str) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dsv4.seam import hooks, install
+from sglang_dsv4.seam import hook_kinds, hooks, install
 from sglang_dsv4.seam.hooks import HOOKS, SELF_CHECK, Hook, Kind, Process
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +33,7 @@ def test_the_document_is_made_from_the_table() -> None:
 def test_a_row_is_there_once_and_complete() -> None:
     assert len({(hook.target, hook.function) for hook in ALL}) == len(ALL)
     assert all(hook.why and hook.until for hook in ALL)
-    assert set(hooks.KINDS) == set(Kind)
+    assert set(hook_kinds.KINDS) == set(Kind)
 
 
 @pytest.mark.parametrize("hook", ALL, ids=name_of)

@@ -70,7 +70,7 @@ def actions() -> dict[str, argparse.Action]:
 
 
 def test_every_argument_has_an_answer(actions: dict[str, argparse.Action]) -> None:
-    """A new SGLang's new arguments fail here, and so do arguments that are gone."""
+    """The file has exactly SGLang's arguments: one that a later SGLang adds or removes fails here."""
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
@@ -83,7 +83,7 @@ def test_every_argument_has_an_answer(actions: dict[str, argparse.Action]) -> No
 
 
 def test_every_value_has_an_answer(actions: dict[str, argparse.Action]) -> None:
-    """Each value of a list of values is in one row. An argument without effect needs one value, a default none."""
+    """Each value of a flag with listed values has one row. A flag without effect needs one value, a default none."""
     values, anything = defaultdict(list), set()
     for row in ROWS:
         for flag in (flag for alternatives in row.flags for flag in alternatives):
@@ -103,7 +103,7 @@ def test_every_value_has_an_answer(actions: dict[str, argparse.Action]) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: (row.flags[0][0].name if row.flags else row.fields[0]))
 def test_an_answer_has_what_it_needs(row: Row) -> None:
-    """A test for what works, SGLang's files for what has no effect, and a reason where our code does not say it."""
+    """A row that works names a test, one without effect SGLang's files; a refusal that is not ours has a reason."""
     if row.answer == "works":
         assert bool(row.test) != bool(row.set)
         assert not row.test or (ROOT / row.test).is_file()

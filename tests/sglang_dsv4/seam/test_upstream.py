@@ -34,7 +34,7 @@ def tree(folder: Path, files: dict[str, str]) -> Tree:
 
 
 def found(tmp_path: Path, changed: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Name -> (what happened, new name), of a tree with these files changed."""
+    """Compare the tree with these files changed: name -> (kind of change, new name)."""
     old, new = tree(tmp_path / "old", OLD), tree(tmp_path / "new", OLD | changed)
     names = [f"sglang.{name}" for name in NAMES]
     before = {name: report.digest_of(report.find(old, name).node) for name in names}
@@ -43,7 +43,7 @@ def found(tmp_path: Path, changed: dict[str, str]) -> dict[str, tuple[str, str]]
 
 
 def test_nothing_is_reported_of_the_same_text(tmp_path: Path) -> None:
-    """Also not where only comments, docstrings, layout or other functions changed."""
+    """No change is reported if only comments, docstrings, layout or other functions differ."""
     text = OLD["a.py"].replace("Old text.", "New text.").replace("return x", "return (x)  # as before")
     assert found(tmp_path, {"a.py": f"{text}def more():\n    pass\n"}) == {}
 

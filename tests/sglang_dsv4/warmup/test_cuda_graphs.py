@@ -24,7 +24,7 @@ def test_cuda_graphs_wait_for_kernels() -> None:
 
 @pytest.mark.parametrize("backend", ["disabled", "full"])
 def test_graphs_that_cannot_be_captured_are_not_asked_for(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--cuda-graph-backend-decode full` goes before the flag that switches these graphs off."""
+    """`--cuda-graph-backend-decode full` wins over the flag that switches these graphs off."""
     config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], head_dim=64)
     declared: dict[str, bool] = {}
     monkeypatch.setattr(cuda_graphs, "uncapturable_ops", lambda device, head_dim: ["sparse_attention"])

@@ -58,6 +58,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return write(tmp_path_factory.mktemp("tiny"), "tiny", index_n_heads=32, moe_intermediate_size=128)
 
 
+def test_another_user_may_read_the_files(tiny: Checkpoint) -> None:
+    """Weight files had mode 600, whatever the umask: a server of another user could not load them."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tiny.folder.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
+
+
 def test_quantised_checkpoint_in_fp32(tiny: Checkpoint) -> None:
     """The released format with dequantised weights and no fake quantisers, for a tight tolerance."""
     expected = assert_main_model_equals_transformers(tiny, random_tokens(tiny, 400))

@@ -114,7 +114,7 @@ def test_sglang_asks_us_before_it_fills_anything_in(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["flash", "pro"])
 def test_a_config_saved_by_transformers_is_refused_by_name(folder: Path, name: str) -> None:
-    """It passed our check, and SGLang failed on it. The error gives the release's fields, with which it is served."""
+    """Such a config passed our check, and SGLang failed on it. The error lists the release's fields to put in."""
     from transformers import DeepseekV4Config
 
     released = copy.deepcopy(RELEASED[name])  # transformers writes into its tables

@@ -1,4 +1,4 @@
-"""Weight updates in the process that answers clients: the scheduler is asked again, versions wait for their weights."""
+"""Weight updates in the process that answers clients: a busy scheduler is asked again; versions are set at the end."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ random one (42 under that flag). Four rules keep a seeded row independent of the
   probabilities are integers, whose sum does not depend on the order;
 * min_p of every row is applied; SGLang refuses it together with seeds.
 
-Penalties are in :mod:`sglang_dsv4.requests.penalties`.
+Penalties are in :mod:`sglang_dsv4.requests.sampling.penalties`.
 
 On CUDA only SGLang's pytorch sampler accepts seeds; flashinfer's has an assertion that would end the server. As
 flashinfer's is the faster one for all requests, a seed gets a 400 there that names ``--sampling-backend pytorch``.

@@ -1,8 +1,9 @@
 """Requests that SGLang 0.5.23 answers with a crash, a 500, not at all, or as if a field were not there: they get a 400.
 
-`fields` compares every field with its type and with the number of prompts, `checks` has token ids and the numbers of
-sampling, `administration` the calls that act later, `failures` what happens to a request that fails all the same. This
-module has all other requests. A row of the table can go when SGLang checks the request itself.
+`fields` compares every field with its type and with the number of prompts, `token_ids` checks token ids,
+`sampling_numbers` the numbers of sampling, `administration` calls that act after their answer; `failures` ends a
+request that fails in spite of these checks. This module checks all other requests. A row of the table can go when
+SGLang checks the request itself.
 
 ===============================  ============================================  =========================================
 request                          what SGLang does                              where
@@ -38,7 +39,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests import fields
+from sglang_dsv4.requests.refused import fields
 from sglang_dsv4.seam.live import live_parts, serves_deepseek_v4
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_dsv4.requests import not_finite, penalties
+from sglang_dsv4.requests import not_finite
+from sglang_dsv4.requests.sampling import penalties
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class AnswerWithDrafts:
     """A request as a custom logit processor sees it before the token after some accepted drafts."""
 
     def __init__(self, req: Req, drafts: list[int]) -> None:
-        """See a request with drafts behind its answer."""
+        """Append drafts to a copy of the request's answer."""
         self._req = req
         self.output_ids = copy.copy(req.output_ids)
         self.output_ids.extend(drafts)
@@ -102,7 +103,7 @@ def before_eagle_sample(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Adjust the rows, and leave nothing of it to SGLang; runs before ``eagle_sample``."""
+    """Adjust the rows, and take everything that SGLang would adjust out of the batch; runs before ``eagle_sample``."""
     if live_parts() is None or batch.forward_mode.is_idle():
         return None
     info = batch.sampling_info

@@ -13,8 +13,8 @@ import pytest
 from serving.forced_answers import Given, Routes, hooked
 from serving.written_calls import SCHEMAS, Written, some_answer
 
-from sglang_dsv4.requests import tool_calls
-from sglang_dsv4.requests.dsml import MARK, MARKER
+from sglang_dsv4.requests.tool_calls import output_parser
+from sglang_dsv4.requests.tool_calls.dsml import MARK, MARKER
 
 ROUTES = ("chat", "responses", "anthropic")
 TOOLS = {
@@ -35,7 +35,7 @@ def routes(checkpoint: Path) -> Routes:
 
 @pytest.fixture(autouse=True)
 def with_our_hooks() -> Iterator[None]:
-    with hooked("tool_calls", "responses"):
+    with hooked("output_parser", "responses"):
         yield
 
 
@@ -108,7 +108,7 @@ def on(route: str, calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("case", CASES)
 def test_an_answer_streamed_and_whole(routes: Routes, case: str, route: str) -> None:
-    """Either calls, or the whole text and a reason that says so."""
+    """An answer has either calls, or the whole text and a finish reason other than `tool_calls`."""
     said, text, calls = CASES[case]
     draw = random.Random(case + route)
     for finish in ("stop", "length", "abort") if route == "chat" else ("stop", "length"):
@@ -134,8 +134,8 @@ def test_a_stop_string_in_a_value_makes_no_call(routes: Routes, route: str) -> N
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_call_in_reasoning(routes: Routes, route: str) -> None:
-    """A model that ends its answer with a call and forgot `</think>` makes the call. One that goes on only drafted it:
-    deepseek-recipe would execute the draft and drop the rest."""
+    """If the model ends its answer with a call and without `</think>`, the call is made. If it goes on, the call was a
+    draft: deepseek-recipe would make the call and drop the rest."""
     thinking: dict[str, Any] = {"chat_template_kwargs": {"thinking": True}}
     if route == "anthropic":
         thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
@@ -187,7 +187,7 @@ def test_the_switch_leaves_calls_as_text_that_would_be_repaired(
     routes: Routes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for word, calls in (("repair", [LS_CALL]), ("refuse", [])):
-        monkeypatch.setenv(tool_calls.SWITCH, word)
+        monkeypatch.setenv(output_parser.SWITCH, word)
         for case in ("a-wrapper", "a-call"):
             said = CASES[case][0]
             routes.say(said)
@@ -218,8 +218,8 @@ def test_what_was_repaired_and_refused_is_counted_and_logged(
         def add(self, outcome: str, faults: list[str]) -> None:
             counted.append((outcome, list(faults)))
 
-    monkeypatch.setattr(tool_calls, "_metrics", Counts())
-    caplog.set_level(logging.INFO, tool_calls.__name__)
+    monkeypatch.setattr(output_parser, "_metrics", Counts())
+    caplog.set_level(logging.INFO, output_parser.__name__)
     for case in ("two-calls", "no-call", "a-wrapper", "a-broken-call-behind-a-right-one"):
         routes.say(CASES[case][0], sizes=[7] * 20)
         routes.ask("chat", True, TOOLS)
@@ -263,7 +263,7 @@ def test_tools_of_messages_and_custom_tools_have_their_schemas(routes: Routes) -
 
 
 def test_a_call_in_place_of_a_json_answer(routes: Routes) -> None:
-    """deepseek-recipe makes blanks of the text around JSON, and would of calls."""
+    """deepseek-recipe replaces the text around JSON by blanks; calls would be replaced, too."""
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": False}}
     call = block(invoke("open", parameter("a", '{"b": 1}', JSON)))
     for stream in (False, True):
@@ -282,7 +282,7 @@ def test_another_models_answers_are_left_to_sglang(routes: Routes, monkeypatch: 
 
 @pytest.mark.parametrize("limit", [1, 2, 12])
 def test_a_responses_request_gets_its_tokens(routes: Routes, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang asked for two fewer, and 1 was an error of -1."""
+    """SGLang asked for two tokens fewer: a limit of 1 became an error about -1."""
     from sglang_dsv4.seam import live
 
     routes.say("Hello")
@@ -296,7 +296,7 @@ def test_a_responses_request_gets_its_tokens(routes: Routes, limit: int, monkeyp
 
 
 def tokens_of(routes: Routes, text: str) -> list[tuple[int, int]]:
-    """The tokens of a text of the grammar, each with the number of characters that are complete behind it."""
+    """The tokens of a text of the grammar, each with the number of characters that are complete after it."""
     encode, decode = routes.engine.tokenizer.encode, routes.engine.tokenizer.decode
     marker = routes.engine.tokenizer.convert_tokens_to_ids(MARKER)
     tokens, begin = [], 0
@@ -310,8 +310,11 @@ def tokens_of(routes: Routes, text: str) -> list[tuple[int, int]]:
 
 
 def check_tokens(routes: Routes, seed: int, cuts: int) -> int:
-    """Check an answer of the grammar, cut behind any of its tokens, which are bytes for most letters; how many calls it
-    has."""
+    """Check an answer of the grammar, cut after every token; most letters have several tokens, one a byte.
+
+    Returns:
+        Its number of calls.
+    """
     draw = random.Random(seed)
     written = some_answer(draw)
     # A letter in front, because deepseek-recipe leaves out newlines at the beginning of a content.

@@ -1,10 +1,10 @@
-"""Administrative calls whose effect comes later: they are checked when they are asked.
+"""Checks of administrative calls that act after their answer.
 
-The scheduler's guard (`requests.failures`) answers a call whose handler raises. It does not see what the call does
-afterwards, in the loop that runs forwards, where an error ends the server:
+The scheduler's guard (`requests.failures`) answers a call whose handler raises. It does not see the call's later effect
+in the loop that runs forwards, where an error ends the server:
 
 ======================  ===================================================================  =========================
-call                    what it does later                                                   where it is checked
+call                    its later effect                                                     checked by
 ======================  ===================================================================  =========================
 `/start_profile`        starts and writes a profile between two forwards                     :func:`profile`
 `/slow_down`            sleeps before each forward                                           :func:`check`
@@ -105,7 +105,7 @@ def profile(
     manager: SchedulerProfilerManager,
     request: ProfileReq,
 ) -> ProfileReqOutput | None:
-    """SGLang's answer to a call that starts or ends a profile, or the reason why it can't.
+    """SGLang's answer to a call that starts or ends a profile; if that fails, an answer with the reason.
 
     Runs around ``SchedulerProfilerManager._profile``.
     """
@@ -191,5 +191,5 @@ def drop_profile(manager: SchedulerProfilerManager) -> None:
                 started.stop()
     group = manager.dp_tp_cpu_group
     manager.__post_init__()
-    manager.dp_tp_cpu_group = group  # of the time when the scheduler was made, see SGLang's comment
+    manager.dp_tp_cpu_group = group  # the group that the scheduler was made with, see SGLang's comment
     set_detailed_annotations_enabled(False)

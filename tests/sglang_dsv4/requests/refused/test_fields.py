@@ -17,7 +17,7 @@ import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sglang_dsv4.requests import fields, guards
+from sglang_dsv4.requests.refused import fields, guards
 
 STRANGE: tuple[Any, ...] = (
     *(True, False, 0, 1, -1, 7, 2**31, 2**63, 10**400, 0.0, 1.5, -1e308, float("nan"), float("inf")),
@@ -95,7 +95,7 @@ ALL = [(kind, field.name) for kind in (GenerateReqInput, EmbeddingReqInput) for 
 @pytest.mark.parametrize(("kind", "name"), ALL, ids=[f"{kind.__name__}-{name}" for kind, name in ALL])
 def test_a_value_of_another_type_is_refused_by_name(kind: type, name: str) -> None:
     if name in fields.NOT_CHECKED:
-        pytest.skip("requests.guards refuses it")
+        pytest.skip("requests.refused.guards refuses it")
     with pytest.raises(ValueError, match=name):
         fields.check(kind(**{**ONE, name: object()}))
 

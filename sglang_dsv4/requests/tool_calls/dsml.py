@@ -14,14 +14,14 @@ tag. :class:`Reader` takes the text in pieces of any size and gives the same tex
 * A call is final at its ``</M invoke>``. Before that it is held back, so that no client gets a part of one.
 * A call that breaks the format, that has a value that is no JSON, or in which the answer ends, is text, and so is
   everything after it: the calls that a client gets are the first ones that the model wrote, without gaps.
-* The opening tag of a block with something else than a call behind it is text that mentions the tag. So is the opening
-  tag of a call outside of a block, if nothing of a call is behind it or it does not begin a line. Calls may follow it.
+* The opening tag of a block without a call after it is text that quotes the tag. So is the opening tag of a call
+  outside of a block, if no part of a call follows or if it does not begin a line. Later calls are still read.
 * Newlines before a block belong to it, as in deepseek-recipe's parser.
-* A call in reasoning is a call if the answer ends with its block, and a draft in all other cases: text.
-* A deviation that has one reading only is repaired (:class:`Fault`). The schema of a parameter decides between a string
-  and JSON; a value that fits no reading better than the one that the model wrote stays as it is.
+* A call in reasoning is a call if the answer ends with its block. In all other cases it is a draft, and stays text.
+* A deviation with only one possible meaning is repaired (:class:`Fault`). The schema of a parameter decides between a
+  string and JSON; if neither fits the schema better, the value stays as the model marked it.
 
-This module knows nothing of SGLang. :mod:`sglang_dsv4.requests.tool_calls` reads SGLang's answers with it.
+This module knows nothing of SGLang. `output_parser` reads SGLang's answers with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dsv4.requests.arguments import BLANKS, Fault, Refused, Schema, read_object, read_parameters
+from sglang_dsv4.requests.tool_calls.arguments import BLANKS, Fault, Refused, Schema, read_object, read_parameters
 
 MARKER = "｜DSML｜"
 MARK = "\udfff"
@@ -68,7 +68,7 @@ class Reader:
         Args:
             schemas: JSON schema of the parameters of each tool; a call of another tool is read by its marks alone.
             repair: whether a deviation with one reading is repaired; else its call is refused.
-            reasoning: whether the text is reasoning, in which a call is a draft unless nothing comes behind it.
+            reasoning: whether the text is reasoning, in which a call is a draft if anything follows it.
         """
         self.calls: list[Call] = []
         self.refused: Fault | None = None
@@ -78,7 +78,7 @@ class Reader:
         self._at = 0
         self._out: list[str] = []
         self._markup = ""  # of the calls in reasoning
-        self._at_start = True  # of the text, or of the text behind a call
+        self._at_start = True  # of the text, or of the text after a call
         self._blocks_calls = 0  # calls of the open block
         self._name, self._bare = "", False
         self._parameters: dict[str, tuple[str, bool | None]] = {}  # name -> value, and its mark
@@ -88,7 +88,7 @@ class Reader:
         self._key, self._mark = "", None
 
     def feed(self, text: str) -> str:
-        """The text that is certain to be no part of a call, after a further piece of the answer.
+        """Read a further piece of the answer; returns the text that can't be part of a call.
 
         Args:
             text: the piece, with :data:`MARK` for each marker that was sampled as one token.
@@ -99,7 +99,7 @@ class Reader:
         return self._taken()
 
     def finish(self) -> str:
-        """The rest of the text; the answer has ended. A part of a block's end is no text."""
+        """The rest of the text, after the answer has ended; an unfinished closing tag of a block is dropped."""
         if self._state is Reader._block and self._blocks_calls:
             if BLOCK_CLOSE.startswith(self._held.lstrip(BLANKS)):
                 self._consume(len(self._held))
@@ -109,18 +109,18 @@ class Reader:
         return self._taken()
 
     def revoke(self) -> str:
-        """The rest of the text, with all calls as text: the reasoning has ended, and content follows."""
+        """The rest of the reasoning with its calls as text, since content follows."""
         text = self.finish()
         return self._drafted() + text
 
-    # ---- the text that is given away
+    # ---- text that the reader returns
 
     def _taken(self) -> str:
         text, self._out = "".join(self._out), []
         return text
 
     def _release(self, count: int) -> None:
-        """Give away the first characters."""
+        """Return the first characters of the held text to the caller, as text."""
         text = self._held[:count]
         if self._reasoning and self.calls:
             if not text.strip(BLANKS):
@@ -137,7 +137,7 @@ class Reader:
         return text
 
     def _consume(self, count: int) -> None:
-        """Take the first characters as a part of the calls."""
+        """Drop the first characters of the held text: they are part of calls."""
         self._markup += self._held[:count] if self._reasoning else ""
         self._at_start = True
         self._drop(count)
@@ -146,18 +146,18 @@ class Reader:
         self._held, self._at = self._held[count:], 0
 
     def _refuse(self, fault: Fault) -> bool:
-        """Make text of the held characters and of all that follow."""
+        """Refuse the call: the held characters and everything after them are text."""
         self.refused = self.refused or fault
         self._state = Reader._rest
         return True
 
     def _mention(self) -> bool:
-        """An opening tag with something else behind it is text."""
+        """Return an opening tag that no call follows as text."""
         self._release(self._begin)
         self._state = Reader._text
         return True
 
-    # ---- states: each reads on and says whether it could; it needs more text otherwise
+    # ---- states: each method reads further and returns whether it got on; False: it needs more text
 
     def _rest(self) -> bool:
         self._release(len(self._held))
@@ -195,7 +195,7 @@ class Reader:
         self._state = Reader._invoke
 
     def _next_tag(self, *tags: str) -> str | None:
-        """The next of some tags, read; "" if more text is needed to tell, None if something else comes next."""
+        """The next tag, one of `tags`, consumed; "" if more text is needed to tell, None if something else is next."""
         begin = self._at + len(_BLANK.match(self._held, self._at)[0])
         for tag in tags:
             if self._held.startswith(tag, begin):
@@ -210,7 +210,7 @@ class Reader:
             self._begin_call(bare=False)
         elif tag == "":
             return False
-        elif self._blocks_calls:  # the block's end, or text behind its calls
+        elif self._blocks_calls:  # the block's end, or text after its calls
             self._consume(self._at if tag else 0)
             self._state = Reader._text
         else:

@@ -1,8 +1,8 @@
-"""The arguments of a tool call as a JSON object, from values as the model wrote them and the tool's schema.
+"""The arguments of a tool call as a JSON object, made of the values that the model wrote and the tool's schema.
 
-A value that the model marks as a string is a string, and one that it marks as JSON is JSON, kept as written: numbers
-keep their digits. The schema decides only where the mark can't be right, and where one reading is left. Checking the
-arguments against the schema is the client's task: what the model wrote goes to the client, which tells the model.
+The model marks each value as a string or as JSON. The mark decides, and JSON is kept as written: numbers keep their
+digits. The schema decides only if it rules the mark out and leaves one other reading. Arguments are not checked against
+the schema: that is the client's task, whose tool result tells the model.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Fault(Enum):
 
 
 class Refused(Exception):
-    """A call that can't be read without inventing something."""
+    """A call with no reading, or with several."""
 
     def __init__(self, fault: Fault) -> None:
         """Refuse a call for a fault."""
@@ -77,10 +77,10 @@ class Refused(Exception):
 
 
 class Schema:
-    """JSON schema of a tool's parameters, as far as it says how a value is read."""
+    """The part of a tool's JSON schema that decides how a value is read: the types of its parameters."""
 
     def __init__(self, schema: object) -> None:
-        """Take a schema as the client sent it: any JSON value; one that says nothing allows everything."""
+        """Take the schema that the client sent, any JSON value; a schema without types allows everything."""
         self._root = schema
         node = self._resolved(schema)
         properties = node.get("properties")
@@ -104,7 +104,7 @@ class Schema:
         return isinstance(value, dict) and value.keys() <= (self._properties or {}).keys()
 
     def _resolved(self, node: object) -> dict[str, Any]:
-        """A schema without its reference, which leads to another place of the whole schema; {} if it says nothing."""
+        """The schema that a node's `$ref` leads to, or the node itself; {} if it is no object."""
         for _ in range(MOST_REFERENCES):
             reference = node.get("$ref") if isinstance(node, dict) else None
             if not isinstance(reference, str) or not reference.startswith("#"):
@@ -286,7 +286,7 @@ def _fits(text: str, types: frozenset[str] | None) -> bool:
 
 
 def _may_mean_json(written: str, value: object, types: frozenset[str] | None) -> bool:
-    """Whether a text in a string's place may be JSON: in quotes, or damaged and of a type that the schema allows."""
+    """Whether a text may be meant as JSON where a string is allowed: in quotes, or damaged JSON of an allowed type."""
     if value is not NO_JSON:
         return isinstance(value, str)
     means = {"[": "array", "{": "object", "N": "number", "I": "number", "-": "number"}.get(written[:1])

@@ -1,12 +1,12 @@
-"""The fields of a request: each holds a value of its type, or a list with one value for each prompt of a batch.
+"""Type checks of a request's fields: each has a value of its type, or for a batch a list with one value a prompt.
 
-The types are SGLang's own annotations of ``GenerateReqInput``, ``EmbeddingReqInput`` and ``SamplingParams``. Its HTTP
-routes compare a part of them only: they accept a list of one where one prompt is asked, lists of another length than
+The types are SGLang's own annotations of ``GenerateReqInput``, ``EmbeddingReqInput`` and ``SamplingParams``. SGLang's
+HTTP routes check some of them only: they accept a list of one entry for a single prompt, lists of another length than
 the batch, and any object as `sampling_params`; an ``Engine``'s caller can pass anything. SGLang 0.5.23 then compares a
-list with a number in the scheduler, or in the process that answers clients, which ends the server.
+list with a number, in the scheduler or in the process that answers clients, and the server ends.
 
 A field annotated with both `X` and `List[X]` is a field of each prompt: `X` for one prompt; for a batch `X`, which
-SGLang repeats, or a list. Fields that a later SGLang adds are thereby checked as well.
+SGLang repeats, or a list. So the fields that a later SGLang adds are checked as well.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 PROMPTS = ("text", "input_ids", "input_embeds")
 NOT_CHECKED = ("image_data", "video_data", "audio_data")
-"""Fields that `requests.guards` refuses."""
+"""Fields that `requests.refused.guards` refuses."""
 NOT_REPEATED = (*PROMPTS, "lora_id", "multi_item_delimiter_indices", "token_indices_to_pool", "decision_layout")
-"""Fields of each prompt that SGLang does not repeat for a batch: it reads entry `i` of the value, whatever that is."""
+"""Fields of each prompt that SGLang does not repeat for a batch: it reads entry `i` of any value."""
 NOT_REPEATED_IN_EMBEDDINGS = (*NOT_REPEATED, "rid", "embed_overrides")
 SET_BY_SGLANG = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 """Fields of SamplingParams that SGLang computes. A request with `is_normalized` would skip its checks."""
@@ -41,8 +41,8 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 class Field(NamedTuple):
     """The types of one field. Every field may also be None."""
 
-    one: tuple[Any, ...]  # of one prompt's value
-    each: tuple[Any, ...]  # of an entry of a batch's list; empty for a field that has no such list
+    one: tuple[Any, ...]  # types of one prompt's value
+    each: tuple[Any, ...]  # types of an entry of a batch's list; empty for a field without such a list
 
     @classmethod
     def of(cls, found: tuple[Any, ...]) -> Field:
@@ -54,10 +54,10 @@ class Field(NamedTuple):
 
 
 def check(request: GenerateReqInput | EmbeddingReqInput) -> None:
-    """Check the types of all fields; lists are there for a batch only, and have its length.
+    """Check the types of all fields; only a batch may have lists, of its length.
 
     Raises:
-        ValueError: names the field, what was expected and what came; SGLang answers 400.
+        ValueError: names the field, the expected type and the value; SGLang answers 400.
     """
     prompts = number_of_prompts(request)
     for name, field in fields_of(type(request)).items():
@@ -74,7 +74,7 @@ def check(request: GenerateReqInput | EmbeddingReqInput) -> None:
 
 
 def leave_out_null_counts(request: GenerateReqInput | EmbeddingReqInput) -> None:
-    """Remove an `n` of None, which means SGLang's default, but which it compares with 1 before that."""
+    """Remove an `n` of None: it means SGLang's default, but SGLang compares it with 1 before it sets the default."""
     given = request.sampling_params
     if isinstance(given, dict):
         request.sampling_params = _without_null_count(given)
@@ -108,7 +108,7 @@ def _check_field(name: str, value: object, field: Field, prompts: int | None, *,
 
 
 def number_of_prompts(request: GenerateReqInput | EmbeddingReqInput) -> int | None:
-    """The number of prompts of a batch; None for one prompt, which differs from a batch of one. As SGLang decides it.
+    """The number of prompts of a batch; None for a single prompt, not a batch of one. The rule is SGLang's.
 
     Raises:
         ValueError: the list of prompts is empty.
@@ -166,7 +166,7 @@ def not_repeated(request: object) -> tuple[str, ...]:
 
 @functools.cache
 def declared() -> dict[str, Any]:
-    """The types of fields that SGLang annotates with `Any`, or more narrowly than it reads them."""
+    """The types of fields that SGLang annotates with `Any`, or with fewer types than its code accepts."""
     from sglang.srt.managers.embed_types import PositionalEmbeds
     from torch import Tensor
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import pytest
 from serving.written_calls import BROKEN, GOOD, SCHEMAS, block, invoke, marked, parameter, some_answer
 
-from sglang_dsv4.requests.arguments import Fault, Refused, Schema, read_value
-from sglang_dsv4.requests.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER, Reader
+from sglang_dsv4.requests.tool_calls.arguments import Fault, Refused, Schema, read_value
+from sglang_dsv4.requests.tool_calls.dsml import BLOCK_CLOSE, BLOCK_OPEN, INVOKE_CLOSE, MARK, MARKER, Reader
 
 
 def answer(
@@ -122,7 +122,7 @@ REPAIRED = {
 
 @pytest.mark.parametrize("case", REPAIRED)
 def test_a_deviation_with_one_reading_is_repaired(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And under the switch its call is text."""
+    """With `repair=False` a call that needs this repair is text."""
     monkeypatch.setitem(SCHEMAS, "free2", {"properties": {"on": {"type": "boolean"}}})
     fault, call, arguments = REPAIRED[case]
     text = f"\n\n{block(call)}"
@@ -137,8 +137,8 @@ def test_a_deviation_with_one_reading_is_repaired(case: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_call_is_text_and_so_is_all_behind_it(case: str) -> None:
-    """The call before it is a call; a right call behind it is text, since the model wrote it for the case that the
-    broken call is made."""
+    """A call before the broken one is a call. A right call after it is text: the model wrote it on the assumption that
+    the broken call is made."""
     fault, call = BROKEN[case]
     behind = f"\n{call}\n{GOOD}\n{BLOCK_CLOSE} Done.\n\n{block(GOOD)}"
     text = f"First.\n\n{BLOCK_OPEN}\n{GOOD}{behind}"
@@ -168,7 +168,7 @@ PROSE = {
 @pytest.mark.parametrize("case", PROSE)
 @pytest.mark.parametrize("then", ["", f"\n\n{block(GOOD)} End.\n"], ids=["alone", "then-a-call"])
 def test_text_that_mentions_the_markup_is_text(case: str, then: str) -> None:
-    """And a call behind it is a call."""
+    """Text that quotes a tag stays text, and a later call is a call."""
     text = PROSE[case] + then
     if then and case in ("a-tag-at-the-end", "an-opening-tag-and-nothing"):
         text = PROSE[case] + "." + then
@@ -230,7 +230,7 @@ def test_text_comes_as_soon_as_it_can_be_no_call() -> None:
 
 
 def test_a_long_value_in_many_pieces() -> None:
-    """A value of 200,000 characters in pieces of 4, as tokens bring it."""
+    """A value of 200,000 characters in pieces of 4 characters, the size of a token."""
     text = block(invoke("bash", parameter("command", "a<b " * 50_000)))
     _, calls, _ = answer(text, (text[begin : begin + 4] for begin in range(0, len(text), 4)))
     assert json.loads(calls[0][1]) == {"command": "a<b " * 50_000}
@@ -240,15 +240,18 @@ def test_a_long_value_in_many_pieces() -> None:
 
 
 def ended(reader: Reader) -> Reader:
-    """A copy of a reader, to which the answer's end can be told."""
+    """A copy of a reader, whose answer can be ended without ending the original's."""
     other = copy.copy(reader)
     other.calls, other._out = list(reader.calls), []
     return other
 
 
 def check_answer(seed: int, thorough: bool) -> int:
-    """Check an answer whole, letter by letter with an end after each, and in pieces of random sizes; how many calls it
-    has."""
+    """Check an answer read whole, letter by letter with an end after each letter, and in pieces of random sizes.
+
+    Returns:
+        Its number of calls.
+    """
     draw = random.Random(seed)
     written = some_answer(draw)
     text = written.text

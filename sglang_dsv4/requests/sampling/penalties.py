@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_dsv4.requests.thinking_budget import NO_LIMIT, budget_of, left_at_start, think_tokens
+from sglang_dsv4.requests.chat.thinking_budget import NO_LIMIT, budget_of, left_at_start, think_tokens
 from sglang_dsv4.seam.bases import RowPenaliser
 from sglang_dsv4.seam.live import live_parts
 
@@ -46,7 +46,7 @@ COUNTS: dict[str, Callable[[Any], Tensor]] = {
 
 
 class BatchedThinkingBudget(RowPenaliser):
-    """The thinking budgets of a batch, see :mod:`sglang_dsv4.requests.thinking_budget`.
+    """The thinking budgets of a batch, see :mod:`sglang_dsv4.requests.chat.thinking_budget`.
 
     Its rows: `left [B, 1]` int32, the tokens until the block must end, and `end [B, 1]` int64, the id of `</think>`.
     """
@@ -92,13 +92,15 @@ def counts_of(orchestrator: BatchedPenalizerOrchestrator) -> Iterator[Tensor]:
 
 
 def remember_source(copy: SamplingBatchInfo, info: SamplingBatchInfo) -> None:
-    """Let a copy lead to its source; runs after ``SamplingBatchInfo.copy_for_forward``, which omits the penalisers."""
+    """Store its source in a copy; runs after ``SamplingBatchInfo.copy_for_forward``, which omits the penalisers."""
     copy.source = info
 
 
 def penalisers_of(info: SamplingBatchInfo | None) -> BatchedPenalizerOrchestrator | None:
-    """The penalisers behind a forward's copy of the sampling parameters, if the batch has any and this module counts
-    for them."""
+    """The batch's penalisers, found through a forward's copy of its sampling parameters.
+
+    None if the batch has none, or if SGLang counts for them.
+    """
     source = getattr(info, "source", None)
     if source is None or live_parts() is None or not source.penalizer_orchestrator.is_required:
         return None
@@ -219,9 +221,8 @@ def recount(orchestrator: BatchedPenalizerOrchestrator, batch: ScheduleBatch) ->
             merged, rows = counted, one
         else:
             merged.merge(counted)
-            rows.reqs.append(
-                req
-            )  # after the merge, which prepares penalisers that only this row needs for the earlier rows
+            # After the merge: it prepares, for the earlier rows, the penalisers that only this row needs.
+            rows.reqs.append(req)
     assert merged is not None, "a batch has a request"
     merged.batch = batch
     return merged

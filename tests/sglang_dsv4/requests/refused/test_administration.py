@@ -22,8 +22,8 @@ from sglang.srt.managers.scheduler_components import profiler_manager
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_dsv4.requests import administration
 from sglang_dsv4.requests.failures import GuardedRequests
+from sglang_dsv4.requests.refused import administration
 from sglang_dsv4.seam import live
 
 BATCH = SimpleNamespace(forward_mode=SimpleNamespace(is_prefill=lambda: True, is_decode=lambda: False))
@@ -97,7 +97,7 @@ def test_a_profile_that_would_fail_later_is_refused(profiler: Profiler, fields: 
 
 @pytest.mark.parametrize("later", [{}, {"start_step": 3}, {"profile_by_stage": True}], ids=["now", "later", "stage"])
 def test_a_profile_that_fails_later_is_dropped(profiler: Profiler, tmp_path: Path, later: dict[str, Any]) -> None:
-    """The folder was there when it was asked."""
+    """The folder was removed after the call had been accepted."""
     folder = tmp_path / "gone"
     assert profiler.ask(num_steps=1, output_dir=str(folder), activities=["CPU"], **later) is None
     shutil.rmtree(folder)
@@ -173,7 +173,7 @@ def test_other_calls_are_handled(request_: Any) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_logging_that_can_not_be_is_refused_before_a_field_is_set(fields: dict[str, Any], reason: str) -> None:
-    """SGLang set the first fields, raised at the bad one, and then failed for each request."""
+    """SGLang set the fields before the bad one, raised, and then failed at each request."""
     with pytest.raises(ValueError, match=reason):
         administration.check_logging(object(), ConfigureLoggingReq(log_requests=True, **fields))  # type: ignore[arg-type]
 

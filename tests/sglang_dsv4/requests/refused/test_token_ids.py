@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dsv4.requests import checks
+from sglang_dsv4.requests.refused import token_ids
 from sglang_dsv4.seam import live
 
 
@@ -33,13 +33,13 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
     ids=["too-large", "negative", "stop", "negative-stop", "top-logprobs", "empty"],
 )
 def test_unknown_token_ids_get_a_reason(request_: SimpleNamespace, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
+    assert token_ids.refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
     monkeypatch.setattr(live, "_live", object())
-    reason = checks.refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
+    reason = token_ids.refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
     assert reason is not None and named in reason
     # SGLang computes one token of a refused request, with its sampling parameters.
     assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
-    assert checks.refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
+    assert token_ids.refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,21 @@ def test_a_seed_that_cannot_be_honoured_gets_a_reason(
 ) -> None:
     """flashinfer's sampler asserts that there are no seeds."""
     monkeypatch.setattr(live, "_live", object())
-    monkeypatch.setattr(checks, "sampling_setup", lambda: setup)
+    monkeypatch.setattr(token_ids, "sampling_setup", lambda: setup)
     greedy, seeded = request_of([5]), request_of([5])
     greedy.sampling_params.sampling_seed = seeded.sampling_params.sampling_seed = 7
     greedy.sampling_params.top_k = 1  # it draws nothing, so its seed is not used
-    assert checks.refuse_unknown_token_ids(None, greedy) is None  # type: ignore[arg-type]
-    assert named in (checks.refuse_unknown_token_ids(None, seeded) or "")  # type: ignore[arg-type]
+    assert token_ids.refuse_unknown_token_ids(None, greedy) is None  # type: ignore[arg-type]
+    assert named in (token_ids.refuse_unknown_token_ids(None, seeded) or "")  # type: ignore[arg-type]
     assert seeded.sampling_params.sampling_seed is None
     seeded.sampling_params.sampling_seed = 7
-    monkeypatch.setattr(checks, "sampling_setup", lambda: ("pytorch", None))
-    assert checks.refuse_unknown_token_ids(None, seeded) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(token_ids, "sampling_setup", lambda: ("pytorch", None))
+    assert token_ids.refuse_unknown_token_ids(None, seeded) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[0, 1023], [5]], ids=["whole-range", "one"])
 def test_known_token_ids_pass(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_live", object())
     request = request_of(ids, stop={0, 1023}, top_logprobs=1024)
-    assert checks.refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]
+    assert token_ids.refuse_unknown_token_ids(None, request) is None  # type: ignore[arg-type]
     assert request.sampling_params.stop_token_ids == {0, 1023} and request.logprob.top_logprobs_num == 1024

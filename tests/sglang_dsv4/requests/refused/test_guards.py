@@ -10,7 +10,8 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dsv4.requests import guards, reasoning_effort
+from sglang_dsv4.requests.chat import reasoning_effort
+from sglang_dsv4.requests.refused import guards
 from sglang_dsv4.seam import live
 
 
@@ -44,7 +45,7 @@ def test_another_models_requests_are_not_checked(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_servers_own_ids_are_refused() -> None:
-    """A busy scheduler drops such a request, and its client waits for ever."""
+    """SGLang's busy scheduler drops a request with such an id, and its client waits for ever."""
     for rid in ("HEALTH_CHECK_x", ["a", "HEALTH_CHECK"]):
         with pytest.raises(ValueError, match="begins with HEALTH_CHECK"):
             guards.check_request(GenerateReqInput(text="a" if isinstance(rid, str) else ["a", "b"], rid=rid))
@@ -53,7 +54,7 @@ def test_the_servers_own_ids_are_refused() -> None:
 
 @pytest.mark.parametrize("metrics", [True, False])
 def test_labels_that_the_metrics_do_not_have_are_refused(metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metrics raised for one while an output was handled, which ended the server."""
+    """SGLang's metrics raised at an unknown label while an output was handled, which ended the server."""
     config = SimpleNamespace(enable_metrics=metrics, tokenizer_metrics_allowed_custom_labels=["team"])
     monkeypatch.setattr("sglang.srt.runtime_context.get_observability", lambda: config)
     guards.check_request(GenerateReqInput(text="a", custom_labels={"team": "x"}))
@@ -114,7 +115,7 @@ def test_fields_that_sglang_ignores_are_refused(fields: dict[str, Any], named: s
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_an_effort_that_the_model_does_not_have_is_refused(thinking: bool) -> None:
-    """Without thinking, SGLang's renderer does not read it, and a client took the answer for one with that effort."""
+    """Without thinking SGLang's renderer ignores an unknown effort, and the client can't notice."""
     recipe = SimpleNamespace(model="DeepSeek-V4-Pro")
     for effort in ("ultra", "foo", ""):
         with pytest.raises(ValueError, match="reasoning_effort must be one of none, minimal, low, medium, high"):

@@ -1,12 +1,11 @@
-"""Tool calls of SGLang's answers, read by :mod:`sglang_dsv4.requests.dsml`; text for text on every route.
+"""Tool calls in SGLang's answers, read by :mod:`sglang_dsv4.requests.tool_calls.dsml`, the same on every route.
 
-SGLang 0.5.23 gives answers to deepseek-recipe, whose parser streams a call while it is written and reports one that is
-damaged or unfinished as a call. Here it splits reasoning from content only, and `dsml` reads the content. Chat,
-Responses and Anthropic routes make their parsers in the same class, and it is hooked.
+SGLang 0.5.23 gives answers to deepseek-recipe, whose parser streams a call while the model writes it, and reports a
+damaged or unfinished call as a call. Here deepseek-recipe only splits reasoning from content, and `dsml` reads the
+calls. The chat, Responses and Anthropic routes make their parsers in one class, which is hooked.
 
-A client gets calls at the end of the answer, after all text: so streamed and whole answers are equal, and a block's
-calls come together. `SGLANG_DSV4_TOOL_CALLS=refuse` leaves calls as text that would be repaired. With
-`--enable-metrics`:
+A client gets the calls at the end of the answer, after all text, so that streamed and whole answers are equal. With
+`SGLANG_DSV4_TOOL_CALLS=refuse` a call that needs a repair stays text. With `--enable-metrics`:
 
     sglang_dsv4:tool_calls_total{outcome}        calls: as written, repaired, refused
     sglang_dsv4:tool_call_faults_total{fault}    deviations of repaired and refused calls, by name
@@ -23,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dsv4 import env
-from sglang_dsv4.requests.dsml import MARK, MARKER, Reader
+from sglang_dsv4.requests.tool_calls.dsml import MARK, MARKER, Reader
 from sglang_dsv4.seam import live
 from sglang_dsv4.seam.hooks import PROCESSOR
 from sglang_dsv4.seam.install import set_attribute
@@ -39,7 +38,7 @@ SWITCH = "SGLANG_DSV4_TOOL_CALLS"
 MODEL = "DeepSeek-V4-Pro"
 """SGLang's name for every model of DeepSeek-V4's chat encoding; V4.1's has another."""
 MOST_BYTES = 4
-"""Most tokens of one letter: its bytes in UTF-8."""
+"""Most tokens of one character: its bytes in UTF-8."""
 WRITTEN, REPAIRED, REFUSED = "as written", "repaired", "refused"
 
 
@@ -57,10 +56,10 @@ _metrics: Metrics | None = None
 
 
 def repairs() -> bool:
-    """Whether calls are repaired that have one reading; the launcher asks before it starts a server.
+    """Whether calls with only one possible meaning are repaired; the launcher checks it before it starts a server.
 
     Raises:
-        ValueError: the switch holds another word.
+        ValueError: the switch has an unknown value.
     """
     return env.choice(SWITCH) != "refuse"
 
@@ -89,7 +88,7 @@ def in_text(original: Callable[..., Any], adapter: Any, text: str, tools: list[A
 
 @contextmanager
 def _reading(adapter: Any, tools: Iterable[Any]) -> Iterator[None]:
-    """Parsers that are made meanwhile read calls of these tools; SGLang's own code does for another encoding."""
+    """Context in which new parsers read calls of these tools; other models' encodings are left to SGLang's parser."""
     recipe = adapter.deepseek_recipe
     token = _request.set(Request(recipe, schemas_of(tools)) if recipe.model == MODEL else None)
     try:
@@ -120,8 +119,8 @@ def make_parser(
 ) -> None:
     """Make SGLang's parser, which leaves tool calls to `dsml`; runs around its `__init__`.
 
-    In an answer that is JSON deepseek-recipe replaces all text around the JSON by blanks. Calls would be such text, so
-    there it must not.
+    With `parse_json_output` deepseek-recipe replaces all text around a JSON answer by blanks, calls included. So it is
+    off where calls are read.
     """
     request = _request.get()
     if request is None:
@@ -134,7 +133,7 @@ def make_parser(
 
 
 def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> AnswerProcessor:
-    """The value of a parser's `_processor`: deepseek-recipe's, whose text is read for calls."""
+    """The value of a parser's `_processor`: deepseek-recipe's processor, wrapped so that calls are read in its text."""
     request = _request.get()
     if not request.has_calls:
         return AnswerProcessor(processor, None, None)
@@ -146,14 +145,14 @@ def read_calls(processor: Any, parser: DeepSeekRecipeOutputParser) -> AnswerProc
 
 
 class AnswerProcessor:
-    """deepseek-recipe's processor of an answer, which gives reasoning and content, with the calls that `dsml` reads.
+    """Reasoning, content and calls of an answer: deepseek-recipe's processor splits the text, `dsml` reads the calls.
 
-    It has the methods of a `StreamProcessor` that SGLang uses, and gives it tokens in parts for two reasons:
+    It has those methods of a `StreamProcessor` that SGLang calls. It passes tokens on in parts, for two reasons:
 
-    * deepseek-recipe's text does not tell the marker's token from the same letters, and only the token belongs to a
-      call: so each marker comes alone.
-    * deepseek-recipe holds back a part that ends inside a letter, and drops it if the answer ends there: a whole answer
-      was empty if the limit of tokens cut an emoji. So the last tokens come one by one.
+    * In deepseek-recipe's text the marker's token looks like the same letters, and only the token belongs to a call. So
+      each marker is passed alone.
+    * deepseek-recipe holds back a part that ends inside a character, and drops it if the answer ends there: a whole
+      answer was empty if the token limit cut an emoji. So the last tokens are passed one by one.
     """
 
     def __init__(self, processor: Any, marker: int | None, readers: tuple[Reader, Reader] | None) -> None:
@@ -213,7 +212,7 @@ class AnswerProcessor:
         return read
 
     def _step(self, answer: Any, marked: bool, in_reasoning: Reader, in_content: Reader) -> Any:
-        """deepseek-recipe's answer without the text that may be a call; the answer itself if nothing is."""
+        """deepseek-recipe's answer without text that may belong to a call; the answer itself if it has none."""
         read = json.loads(answer.to_json())
         delta = read["choices"][0]["delta"]
         written = reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
@@ -252,7 +251,7 @@ class Answer(NamedTuple):
         return json.dumps(self.content)
 
 
-# ------------------------------------------------------------------------------ what was repaired and refused
+# ------------------------------------------------------------------------------ counts of repaired and refused calls
 
 
 class Metrics:

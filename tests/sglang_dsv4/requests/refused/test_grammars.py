@@ -21,7 +21,7 @@ from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, Base
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_dsv4.requests import grammars
+from sglang_dsv4.requests.refused import grammars
 
 LIMIT_S = 1.0
 AT_ONCE = 1  # rounds of the scheduler

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests.thinking_budget import PARAMETER
+from sglang_dsv4.requests.chat.thinking_budget import PARAMETER
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -55,7 +55,7 @@ def settle(serving: OpenAIServingChat, request: ChatCompletionRequest, *args: An
 
 
 def thinking_of(value: Any) -> tuple[bool | None, int | None]:
-    """Whether `thinking` switches thinking on, and its budget; None for what it leaves open.
+    """Whether `thinking` switches thinking on, and its budget; None where it says nothing.
 
     Raises:
         ValueError: it has another form than `{"type": "enabled", "budget_tokens": N}`.
