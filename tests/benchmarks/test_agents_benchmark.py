@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import agents
 import pytest
-from agents import ALL, Load, Reply, figures_of
 from lib import agent_sessions
+from lib.agent_load import ALL, Load, Reply, figures_of
 from lib.agent_sessions import CLEARED, KINDS, STYLES, Request
 
 TURNS = 14
