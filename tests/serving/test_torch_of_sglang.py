@@ -24,7 +24,7 @@ PART = (
 
 @pytest.mark.slow
 def test_a_part_of_the_suite_passes(tmp_path: Path) -> None:
-    """In a clone, which lacks uncommitted files; set-up downloads 2.5 GB unless pip has them."""
+    """The tests run in a clone, which lacks uncommitted files; set-up downloads 2.5 GB unless pip has them."""
     (torch,) = (text for text in importlib.metadata.requires("sglang") if re.match(r"torch *==", text))
     version = torch.split("==")[1].strip()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone")], check=True)
