@@ -16,6 +16,7 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.layers.packed_experts import PackedExperts
@@ -201,14 +202,17 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
+    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS) -> Tensor:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `input_ids [T]`.
 
-        The sum over experts is fp32, see `rank_sum`.
+        `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is
+        fp32, see `rank_sum`.
         """
         x = given.rows
+        if not len(x):
+            return x
         (weights, experts), shared = side_by_side(
-            lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(input_ids)
+            lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(x)
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):

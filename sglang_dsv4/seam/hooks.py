@@ -17,6 +17,7 @@ DISPATCHER = "_request_dispatcher"
 PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
+FORWARD_IS_ON_CPU = "_is_cpu"
 LOG_SOFTMAX = "enable_deterministic"
 GENERATE_ROUTE = "serve_generate_request"
 MESSAGE, MESSAGE_DELTA = "AnthropicMessagesResponse", "MessageDeltaEvent"
@@ -51,6 +52,9 @@ _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _VALIDATES = "SGLang validates the value and answers 400"
+_ASKS_PLATFORM = "SGLang asks the platform first"
+_ALL_GROUPS = "sglang_dsv4.seam.all_groups"
+_GROUPS_DIFFER = "SGLang's ranks agree that they are idle"
 _COMPILES = "SGLang limits the seconds of a compilation, and its threads"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
@@ -312,6 +316,12 @@ HOOKS = (
     Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.weights.session:note_lost_weights",
          "weights whose memory was released without a copy must come whole", _UPDATES),
+    Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AROUND, Process.SCHEDULER,
+         f"{_ALL_GROUPS}:flush", "all groups of attention data parallelism are flushed, or none", _GROUPS_DIFFER),
+    Hook("sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle", Kind.AROUND,
+         Process.SCHEDULER, f"{_ALL_GROUPS}:flush_at_once", "a flush that waits is refused there", _GROUPS_DIFFER),
+    Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.BEFORE, Process.SCHEDULER,
+         f"{_ALL_GROUPS}:require_idle", "memory is released on all ranks, or on none", _GROUPS_DIFFER),
     Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
          "SGLang publishes its gauges after a flush"),
@@ -376,13 +386,24 @@ HOOKS = (
          f"{_DRAWN}.sampler:sample_with_seeds", "a seeded request's candidates do not depend on the batch", _SEEDS),
     Hook(f"{_SAMPLER}.multinomial_with_seed", Kind.AROUND, Process.SCHEDULER,
          f"{_DRAWN}.sampler:draw", "SGLang's seeded draw is a Triton kernel; a CPU needs another", _SEEDS),
+    Hook("sglang.srt.managers.data_parallel_controller.DataParallelController.round_robin_scheduler", Kind.AROUND,
+         Process.SCHEDULER, "sglang_dsv4.prefix.rank_choice:dispatch",
+         "a request goes to the data-parallel rank where most of its prompt is cached",
+         "load-balancing methods can be registered"),
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
-         "SGLang would replace PyTorch's products by Triton kernels", "SGLang asks the platform first"),
+         "SGLang would replace PyTorch's products by Triton kernels", _ASKS_PLATFORM),
     Hook(f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_config",
          "SGLang would pad heads and intermediate sizes for its own CPU layers", "SGLang asks the model first"),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_DRAFT_CHAIN}:plan_padded_batch",
+         "a draft's metadata has the rows that attention data parallelism adds after SGLang has planned it",
+         "SGLang plans a draft's step after it has padded the batch"),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:pad_on_cpu", "with attention data parallelism SGLang would pin memory here", _ASKS_PLATFORM,
+         only_cpu=True),
     Hook("sglang.srt.model_loader.loader._get_quantization_config", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:skip_gpu_quantisation",
          "weights are dequantised while they are loaded; SGLang's FP8 method refuses float32",
@@ -424,6 +445,9 @@ HOOKS = (
     Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
          "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
+    Hook(f"{_RUNNER}.forward_batch_info.{FORWARD_IS_ON_CPU}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_CPU}.overrides:is_on_cpu", "while a batch is padded, it is on a CPU (`cpu.overrides.pad_on_cpu`)",
+         _ASKS_PLATFORM, only_cpu=True),
     Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
          f"{_CPU}.speculation:view_as_on_a_gpu", "while that step runs, the arguments' device is a GPU "
          "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as EAGLE's does", only_cpu=True),

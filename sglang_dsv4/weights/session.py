@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.seam.all_groups import true_in_all_groups
 from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
 from sglang_dsv4.weights.checkpoint_files import read_config, stated
@@ -374,7 +375,7 @@ def _busy(manager: SchedulerWeightUpdaterManager) -> str | None:
     """The reason why weights can't be exchanged yet; None if they can be. It is the same on every rank."""
     if (released := _released(manager)) is not None:
         return released
-    if is_idle(manager):
+    if true_in_all_groups(is_idle(manager)):
         return None
     return (
         f"{BUSY}: their KV is of the old weights. POST /pause_generation with mode retract (they are computed again "

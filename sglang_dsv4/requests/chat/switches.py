@@ -89,7 +89,7 @@ def toggle_of(options: dict[str, Any], switch: bool | None, effort: Any) -> bool
     """Whether a request wants thinking; None if it does not say.
 
     Args:
-        options: `chat_template_kwargs`, to which SGLang has added what the effort implies.
+        options: `chat_template_kwargs`, to which SGLang has added the toggles that the effort implies.
         switch: what `thinking` says.
         effort: the reasoning effort.
 

@@ -230,7 +230,7 @@ class Summed(nn.Module):
 def test_the_layer_adds_the_shared_expert(
     rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 on one rank; on several ranks a part in the dtype in which parts are added."""
+    """The sum is in bf16 on one rank; on several ranks a rank's part has the dtype in which parts are added."""
     from ptx_emulator import emulated
 
     x, weights, ids = batch()

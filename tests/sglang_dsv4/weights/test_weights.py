@@ -418,7 +418,7 @@ def dspark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
-    """Its draft is skipped by name: a name that no draft has is unknown, with or without a stage's number."""
+    """The draft's tensors are skipped by name: a name that no draft has is unknown, with or without a stage number."""
     tensors = {n: t for file in sorted(dspark_folder.glob("*.safetensors")) for n, t in load_file(file).items()}
     harness = Harness(dspark_folder)
     harness.model.load_weights(tensors.items())
