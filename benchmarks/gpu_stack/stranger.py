@@ -49,6 +49,8 @@ SGLANG_CACHES = (
 """Variables that name where SGLang and its libraries keep what they compile."""
 OURS = ("SGLANG_DSV4", "DSV4_")
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "nvcc", "ptxas", "ld", "as")
+STEPS = ("wheel", "doctor", "checkpoint", "first start", "no compiler", "second start")
+STEPS += ("read-only home", "shared cache")
 GROUP, FIRST_UID = 61_000, 61_001
 FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--context-length", "8192")
 FLAGS += ("--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", "1", "4", "16")
@@ -304,16 +306,9 @@ class Run:
 
     def steps(self) -> list[tuple[str, Callable[[], dict[str, object]]]]:
         """(name, step) of every step."""
-        return [
-            ("wheel", self.install),
-            ("doctor", self.doctor),
-            ("checkpoint", self.write_checkpoint),
-            ("first start", self.first_start),
-            ("no compiler", self.no_compiler),
-            ("second start", self.second_start),
-            ("read-only home", self.read_only_home),
-            ("shared cache", self.shared_cache),
-        ]
+        methods = (self.install, self.doctor, self.write_checkpoint, self.first_start, self.no_compiler)
+        methods += (self.second_start, self.read_only_home, self.shared_cache)
+        return list(zip(STEPS, methods, strict=True))
 
     def install(self) -> dict[str, object]:
         """Install the wheel into an empty folder; its name and version."""
@@ -333,9 +328,10 @@ class Run:
             expect(wanted in said, f"expected {wanted!r} in the doctor's report, got:\n{said}")
         attention = re.search(r"sparse_attention +(\S+) of", said)
         expect(attention is not None and attention[1] != "ref", f"expected a GPU kernel of the attention, got:\n{said}")
-        versions = self.host.output(self.host.users[0], "-m", "sglang_dsv4.doctor", "--versions")
-        pairs = (re.split(r"  +| (?=\d)", line, maxsplit=1) for line in versions.splitlines())
-        return {"attention": attention[1], "versions": {pair[0].strip(): pair[-1].strip() for pair in pairs}}
+        lines = self.host.output(self.host.users[0], "-m", "sglang_dsv4.doctor", "--versions").splitlines()
+        column = len(lines[0]) - len(lines[0].split()[-1])
+        versions = {line[:column].strip(): line[column:] for line in lines}
+        return {"attention": attention[1], "versions": versions}
 
     def write_checkpoint(self) -> dict[str, object]:
         """Write the checkpoint; its bytes."""
@@ -465,6 +461,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the result here, and logs beside it")
     parser.add_argument("--python", default=sys.executable, help="of an environment with SGLang's GPU packages")
     parser.add_argument("--port", type=int, default=30_000)
+    parser.add_argument("--steps", nargs="+", choices=STEPS, help="of them; all others need wheel and checkpoint")
     parser.add_argument("--start-limit", type=float, default=900, help="seconds until a server must be ready")
     arguments = parser.parse_args()
     if not arguments.wheel.is_file():
@@ -472,8 +469,10 @@ def main() -> int:
     if arguments.work.exists():
         parser.error(f"--work: expected a folder that does not exist, got {arguments.work}; remove it or name another")
     host = prepared(arguments.work.resolve(), arguments.python, arguments.start_limit)
+    steps = Run(host, arguments.wheel.resolve(), arguments.port).steps()
+    steps = [(name, step) for name, step in steps if name in (arguments.steps or STEPS)]
     report: dict[str, object] = {"uids": 1 if host.users[0].uid is None else len(host.users), "steps": {}}
-    for name, step in Run(host, arguments.wheel.resolve(), arguments.port).steps():
+    for name, step in steps:
         begin = time.monotonic()
         try:
             result = {"passed": True} | step()
