@@ -15,7 +15,8 @@ from an empty cache after an unmeasured run of other sessions:
 
 Rows: for each style and kind of request, and for all kinds together, `hit_rate` (cached tokens over prompt tokens),
 `ttft_p50` and `ttft_p99` in ms, and `requests`; for all kinds also `tok_s`, prompt tokens a second. --resume adds to
-what --out holds: the servers can be measured by several commands. A CPU serves ours only:
+what --out holds: the servers can be measured by several commands. The built-in starts once more than ours, to learn how
+many tokens have these bytes; --max-total-tokens among its own flags saves that start. A CPU serves ours only:
 
     python benchmarks/agents.py --models FOLDER --tiny --contenders ours --kv-gib 0 --sessions 4 --turns 8 \\
         --scale 0.02 --out FILE -- --max-total-tokens 8192
@@ -44,6 +45,7 @@ from lib.servers import CONTENDERS, Server, running
 from lib.versions import versions
 
 ALL = "all"
+LIMIT = "--max-total-tokens"
 PROGRAMS = 2
 NEW_TOKENS = 16
 SEED, WARM_UP_SEED = 71, 1071
@@ -211,9 +213,10 @@ def compare(arguments: argparse.Namespace, results: Results) -> None:
         if not styles:
             continue
         flags = [*common, *(shlex.split(arguments.builtin_flags) if contender == "builtin" else ())]
-        if arguments.kv_gib:
-            flags += ["--max-total-tokens", str(tokens_of(contender, model, flags, arguments, results.memory))]
-        with running(contender, model, flags, arguments.port, arguments.logs / f"agents_{contender}.log") as server:
+        if arguments.kv_gib and LIMIT not in flags:
+            flags += [LIMIT, str(tokens_of(contender, model, flags, arguments, results.memory))]
+        log = arguments.logs / f"agents_{contender}.log"
+        with running(contender, model, flags, arguments.port, log, alone=True) as server:
             size, tokens = server.kv_memory()
             results.memory[contender] = {"kv_bytes": size, "kv_tokens": tokens}
             print(f"{contender}: {size / 2**20:,.1f} MiB of KV memory, {tokens:,} tokens", flush=True)

@@ -76,11 +76,11 @@ ROUTES: dict[str, Callable[..., tuple[int, int]]] = {
 
 
 def conversation(route: Callable[..., tuple[int, int]], server: Server, seed: int) -> list[tuple[int, int]]:
-    """Three turns, each with a reminder."""
+    """Two turns, each with a reminder."""
     flush(server)
     rng = random.Random(seed)
     front, turns, found = words(rng, 300), [], []
-    for turn in range(3):
+    for turn in range(2):
         turns.append((words(rng, 20) if turn else "", words(rng, 260), words(rng, 30)))
         found.append(route(server, front, turns))
     return found
@@ -123,6 +123,20 @@ def test_a_response_names_the_token_that_differs(server: Server) -> None:
     assert report["why"].startswith(f"prompt differs from the stored one at token {end}; reused up to token 512: ")
     again = ask("right")
     assert (again["differs_at"], again["why"]) == (None, "prompt is stored up to token 768")
+
+
+def test_the_tools_of_a_system_message_are_the_requests(server: Server) -> None:
+    """SGLang parses calls of these tools, but does not tell the model of them."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    late = {"role": "system", "content": "now look"}
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    def ask(message: dict[str, Any], **fields: Any) -> list[int]:
+        messages = [*before, message, {"role": "user", "content": "c"}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 1, "return_prompt_token_ids": True, **fields}
+        return post(server, "chat/completions", body)["choices"][0]["prompt_token_ids"]
+
+    assert ask({**late, "tools": [tool]}) == ask(late, tools=[tool]) != ask(late)
 
 
 def test_another_place_gets_a_400(server: Server) -> None:

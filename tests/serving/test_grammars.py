@@ -12,7 +12,7 @@ import pytest
 import requests
 from serving.server import SLEEP_ON_IDLE, Server, running_server
 
-from sglang_dsv4.requests import grammars
+from sglang_dsv4.requests.refused import grammars
 
 FLAGS = ("--max-total-tokens", "3072", "--max-running-requests", "6", SLEEP_ON_IDLE)
 LIMIT_S = 3

@@ -211,10 +211,11 @@ def refuse_slow_grammars(original: Callable[..., list[Req]], manager: GrammarMan
     if compilations is None:
         return original(manager)
     waiting = {id(req): (req.grammar, req.grammar_key) for req in manager.grammar_queue if is_waiting(req)}
-    for req in filter(is_waiting, manager.grammar_queue):
+    for req in [req for req in manager.grammar_queue if is_waiting(req)]:
         req.grammar_wait_ct = 0  # SGLang's limit, in rounds of the scheduler
         if compilations.is_due(req.grammar):
             kind, text = req.grammar_key
+            req.grammar = Future()  # SGLang would take a grammar that is compiled while it looks
             req.grammar_wait_ct = manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS
             req.grammar_key = (kind, text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
     ended = original(manager)

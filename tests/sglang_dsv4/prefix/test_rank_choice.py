@@ -110,7 +110,7 @@ def test_namespaces_share_nothing(choice: RankChoice, other: tuple[str | None, s
 
 @pytest.mark.parametrize("overlap", [0, 1], ids=["tokens", "bigrams"])
 def test_digests_are_the_trees(overlap: int) -> None:
-    """As `prefix.tail_nodes` makes them of SGLang's key, bigrams with EAGLE included."""
+    """`prefix.tail_nodes` makes them of SGLang's key, bigrams with EAGLE included."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from sglang_dsv4.prefix.request_state import chain_of

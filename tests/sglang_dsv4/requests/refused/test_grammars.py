@@ -25,6 +25,7 @@ from sglang_dsv4.requests.refused import grammars
 
 LIMIT_S = 1.0
 AT_ONCE = 1  # rounds of the scheduler
+THEIRS = inspect.unwrap(GrammarManager.get_ready_grammar_requests)
 
 
 class Grammar(BaseGrammarObject):
@@ -140,6 +141,25 @@ def test_a_slow_grammar_is_refused_and_used_once_it_is_compiled() -> None:
     assert not last.reason and last.grammar.text == "slow" * 50
     assert rank.backend.compiled["slow" * 50] == 1
     assert set(rank.backend.cache) == {("regex", "a"), ("regex", "slow" * 50)}
+
+
+def test_a_grammar_that_is_compiled_while_its_request_is_refused() -> None:
+    """SGLang's cache would have it under the text that is shown in the log, on one rank."""
+    rank = Rank(Backend(2, "slow" * 50))
+    request = Request("slow" * 50)
+    rank.take(request)
+    time.sleep(LIMIT_S)
+
+    def late(manager: GrammarManager) -> list[Any]:
+        rank.backend.slow["slow" * 50].set()
+        wait_until(lambda: not beyond(rank) and all(one.result.done() for one in compilations(rank)))
+        return THEIRS(manager)
+
+    assert grammars.refuse_slow_grammars(late, rank.manager) == [request]
+    assert "takes longer" in request.reason and rank.backend.cache == {}
+    again, rounds = rank.ask("slow" * 50)
+    assert again.grammar.text == "slow" * 50 and rank.backend.compiled["slow" * 50] == 1
+    assert list(rank.backend.cache) == [("regex", "slow" * 50)] and rounds == AT_ONCE
 
 
 def test_requests_with_the_same_grammar_share_a_compilation() -> None:
@@ -299,6 +319,10 @@ def test_ranks_decide_alike_where_one_has_no_thread(monkeypatch: pytest.MonkeyPa
     backends[1].slow["slow"].set()
     wait_until(lambda: not beyond(ranks.ranks[1]))
     assert [request.grammar.text for request in ranks.ask("new")] == ["new", "new"]
+
+
+def compilations(rank: Rank) -> list[grammars.Compilation]:
+    return list(grammars._of_backend[rank.backend]._known.values())
 
 
 def beyond(rank: Rank) -> int:
