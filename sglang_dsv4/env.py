@@ -85,6 +85,13 @@ SWITCHES = (
         "choice, for its share of the tokens",
     ),
     Switch(
+        "SGLANG_DSV4_ALL_REDUCE",
+        ("sglang", "auto", "ours"),
+        "sglang",
+        "sums over ranks: SGLang's all-reduce; or our kernel, which stores parts into the other GPUs' memory (auto: "
+        "SGLang's where that memory cannot be mapped; ours: the server stops there)",
+    ),
+    Switch(
         "SGLANG_DSV4_RANK_CHOICE",
         ("prefix", "sglang"),
         "prefix",

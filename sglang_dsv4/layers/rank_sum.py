@@ -10,6 +10,9 @@ fp32 and rounds once without the shared expert and once with it, as a single ran
 and costs an error of some 0.3 % of a token's row; bf16 activations cost this sublayer 1.4 % (specification, section
 11.1). On a CPU, and under the flag, the parts are fp32.
 
+With `SGLANG_DSV4_ALL_REDUCE=auto` or `ours`, parts of up to a few MB are summed by our own kernel (`peer_sums`), in the
+order of the ranks with and without the flag.
+
 Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
 flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.
 
@@ -31,7 +34,7 @@ from torch import Tensor
 
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.determinism import flag
-from sglang_dsv4.layers import data_parallel
+from sglang_dsv4.layers import data_parallel, peer_sums
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.sequence_parallel import RowShards
 
@@ -72,6 +75,9 @@ def sum_over_ranks(part: Tensor, rows: RowShards | RowsOfAllGroups) -> Tensor:
         return part
     if not rows.is_whole:
         return _sum_of_own_rows(part, rows)
+    summed = peer_sums.total(part)
+    if summed is not None:
+        return summed
     if not flag.is_on():
         return tensor_model_parallel_all_reduce(part)
     return sum_in_order(tensor_model_parallel_all_gather(part.contiguous(), 0).unflatten(0, (ranks, -1)))

@@ -42,10 +42,11 @@ def other_than(*allowed: object) -> Predicate:
     return lambda value: value not in allowed
 
 
-def asks_for_prefill_graphs(config: Any) -> bool:  # JSON of the user, or what SGLang has made of all flags
-    """True if the user's JSON has a backend for graphs of prefills."""
-    prefill = config.get("prefill", {}) if isinstance(config, dict) else {}
-    return prefill.get("backend", "disabled") != "disabled"
+def asks_for_other_graphs(config: Any) -> bool:  # JSON of the user, or what SGLang has made of all flags
+    """True if the user's JSON has a backend for graphs of prefills, or another one than `full` for decode steps."""
+    phases = config if isinstance(config, dict) else {}
+    backends = {phase: phases.get(phase, {}).get("backend") for phase in ("prefill", "decode")}
+    return backends["prefill"] not in (None, "disabled") or backends["decode"] not in DECODE_GRAPHS
 
 
 def flags(names: str, is_refused: Predicate, why: str) -> tuple[Refusal, ...]:
@@ -72,6 +73,9 @@ TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DUMPS = "a layer's result is not one tensor; SGLANG_DSV4_COMPARE_ATTENTION writes the attention's"
 
+BREAKABLE = "SGLang's breakable graphs can't hold this model's output; leave it out"
+
+DECODE_GRAPHS = (None, "full", "disabled")
 FP8_PRODUCTS = ("auto", "deep_gemm")
 BF16_PRODUCTS = ("auto", "torch")
 STORAGE = (None, "file", "mooncake", "nixl", "dynamic")
@@ -127,7 +131,9 @@ REFUSALS = (
     Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
     *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
     *flags("--enable-nvidia-megakernel --enable-amd-monokernel", bool, "this package's kernels compute the model"),
-    Refusal("--cuda-graph-config", asks_for_prefill_graphs, NO_PREFILL_GRAPHS),
+    Refusal("--cuda-graph-config", asks_for_other_graphs, f"{NO_PREFILL_GRAPHS}, and `full` graphs for decode steps"),
+    Refusal("--cuda-graph-backend-decode", other_than(*DECODE_GRAPHS), BREAKABLE),
+    Refusal("--debug-cuda-graph", bool, BREAKABLE),
     Refusal("--cuda-graph-backend-prefill", other_than(None, "disabled"), NO_PREFILL_GRAPHS),
     Refusal("--cuda-graph-prefill-max-context", other_than(None), NO_PREFILL_GRAPHS),
     Refusal("--enable-torch-compile", bool, "this package's kernels are compiled ahead; leave it out"),
@@ -325,7 +331,7 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
 
     Args:
         arguments: the server's.
-        as_given: no value is SGLang's yet, so those of :data:`AS_GIVEN` are refused, too.
+        as_given: whether all values are the user's; then flags of :data:`AS_GIVEN` are refused, too.
 
     Raises:
         ValueError: names the flag, its value and why.
@@ -341,7 +347,8 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
 def refuse_other_quantization(arguments: Any, hf_config: Any) -> None:  # ServerArgs as the user gave them
     """Raise for a quantisation of the weights, or of a draft's, that is not the checkpoint's own.
 
-    SGLang's view of the arguments holds what it has found in the checkpoint, under another name for some checkpoints.
+    SGLang's view of the arguments holds the method that SGLang found in the checkpoint, for some checkpoints under
+    another name.
 
     Raises:
         ValueError: names the flag, its value and the checkpoint's.

@@ -10,7 +10,7 @@ from sglang_dsv4.attention.implementation import attention_shapes
 from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.determinism import flag
-from sglang_dsv4.layers import fp8_linear, grouped_projection, packed_experts, sequence_parallel
+from sglang_dsv4.layers import fp8_linear, grouped_projection, packed_experts, peer_sums, sequence_parallel
 from sglang_dsv4.layers.linear import quantises_once_on
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO
@@ -58,6 +58,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         packed_experts=packed,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
         experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
+        peer_sum_ranks=peer_sums.ranks(),
     )
 
 

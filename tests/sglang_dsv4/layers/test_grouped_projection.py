@@ -126,7 +126,7 @@ def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
 
 
 def test_the_expanded_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
-    """It is a buffer, because SGLang keeps buffers while a server sleeps."""
+    """The expanded weight is a buffer, because SGLang keeps buffers while a server sleeps."""
     model = build("both")
     assert "attn.wo_a.expanded" not in model.state_dict()
     assert "attn.wo_a.expanded" in dict(model.named_buffers())

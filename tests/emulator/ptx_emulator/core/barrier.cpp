@@ -2,6 +2,7 @@
 #include <cmath>
 #include "alu.h"
 #include "barrier.h"
+#include "in_flight.h"
 #include "numeric.h"
 #include "race.h"
 
@@ -125,7 +126,10 @@ HANDLER("barrier.cluster.wait", Sync) {
 
 // ---- fences. aux[0]: 0 both, 1 acquire, 2 release; aux[1]: scope.
 HANDLER("fence", Plain) {
-  if (in.aux[0] != 1) race::release_fence(w, (Scope)in.aux[1]);
+  if (in.aux[0] != 1) {
+    if (in.aux[1] == kSysScope) settle_in_flight(*w.cta->cluster);
+    race::release_fence(w, (Scope)in.aux[1]);
+  }
   if (in.aux[0] != 2) race::acquire_fence(w, (Scope)in.aux[1]);
   return Step::Done;
 }
