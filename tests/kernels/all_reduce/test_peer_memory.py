@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cuda.bindings", reason="CUDA's bindings are not installed")
 
 from dsv4_kernels.all_reduce import gpu, peer_memory
-from dsv4_kernels.all_reduce.plan import THREADS
+from dsv4_kernels.all_reduce.plan import MOST_THREADS
 
 SUCCESS, FAILURE = (peer_memory.runtime.cudaError_t(code) for code in (0, 217))  # 217: peer access is not supported
 HANDLE = bytes(range(64))
@@ -83,4 +83,4 @@ def test_what_is_compiled_ahead(fp32: bool) -> None:
     model = SimpleNamespace(attention=attention, experts_sum_fp32=fp32, peer_sum_ranks=4)
     jobs = gpu.compile_jobs(model, "sm_90a")
     dtypes = [torch.bfloat16, torch.float32] if fp32 else [torch.bfloat16]
-    assert [job.args for job in jobs] == [("sm_90a", 4, THREADS, dtype) for dtype in dtypes]
+    assert [job.args for job in jobs] == [("sm_90a", 4, MOST_THREADS, dtype) for dtype in dtypes]
