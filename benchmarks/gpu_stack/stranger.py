@@ -54,6 +54,7 @@ FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--conte
 FLAGS += ("--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", "1", "4", "16")
 """Flags beside README's: a pool of which two fit on the GPU, and few CUDA graphs."""
 PROMPT = [*range(100, 400)]
+STARTS = ("first start", "no compiler", "second start", "read-only home", "shared cache")
 CHECKPOINT = """
 import sys
 from dataclasses import replace
@@ -431,8 +432,8 @@ class Run:
         return user.home / ".cache" / "sglang-dsv4" / "kernels"
 
 
-def prepared(work: Path, python: str, start_limit_s: float) -> Host:
-    """Empty folders and three users."""
+def prepared(work: Path, python: str, start_limit_s: float, with_caches: int = 1) -> Host:
+    """Empty folders and three users, of whom the first `with_caches` have a copy of SGLang's caches."""
     host = Host(work, python, start_limit_s)
     for name in ("site", "empty", "workers", "front"):
         (work / name).mkdir(parents=True)
@@ -444,7 +445,7 @@ def prepared(work: Path, python: str, start_limit_s: float) -> Host:
         for name in SGLANG_CACHES:
             seed = os.environ.get(name)
             target = user.caches / name
-            if seed and index == 0 and Path(seed).is_dir():
+            if seed and index < with_caches and Path(seed).is_dir():
                 shutil.copytree(seed, target, symlinks=True)
             else:
                 target.mkdir(parents=True)
@@ -466,14 +467,19 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="of an environment with SGLang's GPU packages")
     parser.add_argument("--port", type=int, default=30_000)
     parser.add_argument("--start-limit", type=float, default=900, help="seconds until a server must be ready")
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS, help="steps that start servers, to run")
     arguments = parser.parse_args()
     if not arguments.wheel.is_file():
         parser.error(f"--wheel: expected a file, got {arguments.wheel}; `make dist` writes one to dist/")
     if arguments.work.exists():
         parser.error(f"--work: expected a folder that does not exist, got {arguments.work}; remove it or name another")
-    host = prepared(arguments.work.resolve(), arguments.python, arguments.start_limit)
+    left_out = {name for name in STARTS if name not in arguments.starts}
+    with_caches = 3 if STARTS[0] in left_out else 1  # the first start gives its caches to the other users
+    host = prepared(arguments.work.resolve(), arguments.python, arguments.start_limit, with_caches)
     report: dict[str, object] = {"uids": 1 if host.users[0].uid is None else len(host.users), "steps": {}}
     for name, step in Run(host, arguments.wheel.resolve(), arguments.port).steps():
+        if name in left_out:
+            continue
         begin = time.monotonic()
         try:
             result = {"passed": True} | step()

@@ -27,6 +27,7 @@ from torch import Tensor
 from dsv4_kernels.all_reduce import all_reduce
 from dsv4_kernels.all_reduce.mailboxes import Mailboxes
 from sglang_dsv4 import env
+from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.model_config.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ def _obstacle(ranks: int, device: torch.device) -> str:
         return f"the model is on a {device.type.upper()}, not on GPUs"
     if ranks not in MOST_BYTES:
         return f"there are {ranks} ranks, not {', '.join(map(str, MOST_BYTES))}"
+    if data_parallel.is_on():
+        return "attention data parallelism exchanges rows instead of summing over all ranks"
     return ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 TESTED_SGLANG = "0.5.23"
@@ -65,6 +66,15 @@ def our_version() -> str:
 def sglang_version() -> str:
     """The installed SGLang's version; "none" where it is not installed."""
     return version_of("sglang", "none")
+
+
+def grammar_compiler(backend: Any) -> tuple[Callable[[tuple[str, str], bool], Any], int]:
+    """SGLang's function that compiles a grammar, and the number of threads in its pool for it.
+
+    Args:
+        backend: SGLang's `BaseGrammarBackend`.
+    """
+    return backend._init_value_dispatch, backend.executor._max_workers
 
 
 def is_ours(architectures: list[str] | None) -> bool:

@@ -30,19 +30,16 @@ def ours(hook: Hook) -> Any:
 
 
 def install(hook: Hook) -> None:
-    """Install a row of a kind that is installed when the plugin is loaded.
+    """Install a row of a kind that is installed when the plugin is loaded, unless it is installed.
+
+    A prefix cache that is made without the plugin installs its row itself, and the plugin may be loaded afterwards.
 
     Raises:
         ImportError, AttributeError: SGLang has no such target. (SGLang's hook registry would only log that.)
     """
-    _INSTALLERS[hook.kind](hook)
-    _installed.append(hook)
-
-
-def install_once(hook: Hook) -> None:
-    """Install a row unless it is installed: the code that needs it may run with the plugin or without."""
     if hook not in _installed:
-        install(hook)
+        _INSTALLERS[hook.kind](hook)
+        _installed.append(hook)
 
 
 def _lazily(hook: Hook) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ class WeightUpdate:
                         self.tensors += 1
                 self._loader.check_so_far()
                 held = self._loader.held
-                for name in held.keys() - self._own:  # the sender may reuse the memory of what it sent
+                for name in held.keys() - self._own:  # the sender may reuse the memory of its tensors
                     held[name] = held[name].to("cpu", copy=True)
                 self._own = set(held)
         except Exception as error:

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CARDS < 2, reason="needs two NVIDIA GPUs with SGLang on them"),
 ]
-EXACT = "--enable-deterministic-inference"
+DETERMINISTIC = "--enable-deterministic-inference"
 USED_BYTES = 1 << 30
 """Less than a server takes of its GPU, more than anything else does of another."""
 
@@ -41,7 +41,7 @@ def answers(checkpoint: Path, *flags: str, **env: str) -> tuple[Answers, list[in
     prompts = random_prompts(3, [1, 127, 300, 511] * 4)
     before = [torch.cuda.mem_get_info(card)[0] for card in range(CARDS)]
     log = checkpoint.parent / "_".join(["log", *flags, *env.values()])
-    with running_server(checkpoint, log, *FLAGS, EXACT, *flags, env=env) as server:
+    with running_server(checkpoint, log, *FLAGS, DETERMINISTIC, *flags, env=env) as server:
         found = ask(server, prompts, 8, max_new_tokens=30)
         used = [card for card in range(CARDS) if before[card] - torch.cuda.mem_get_info(card)[0] > USED_BYTES]
     return [(result["output_ids"], output_logprobs(result)) for result in found], used

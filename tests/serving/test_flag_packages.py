@@ -64,7 +64,7 @@ def missing(*modules: str) -> str:
 
 @pytest.mark.slow
 def test_a_server_that_waits_for_its_weights_beside_a_module_of_the_users(tmp_path: Path) -> None:
-    """It is not ready before the weights have come, and then serves those."""
+    """The server is not ready before its weights have come; then it serves them."""
     for seed, name in enumerate(("old", "new"), 11):
         write_checkpoint(tmp_path / name, PRESETS["tiny"], seed=seed)
     code, noted, grpc = tmp_path / "code", tmp_path / "noted.json", free_port()
@@ -133,8 +133,9 @@ PACKAGES = missing("granian", "fastokens", "opentelemetry.sdk", "opentelemetry.e
 )
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl, which speaks HTTP/2")
 def test_http2_another_tokenizer_and_traces(checkpoint: Path, tmp_path: Path) -> None:
+    request: dict[str, Any] = {"model": "tiny", "prompt": "The river is wide. 77", "max_tokens": 8, "temperature": 0}
     with running_server(checkpoint, tmp_path / "log_plain", *FLAGS) as server:
-        expected = server.client().completions.create(model="tiny", prompt="The river is wide. 77", max_tokens=8)
+        expected = server.client().completions.create(**request)
     collector = Collector()
     threading.Thread(target=collector.serve_forever, daemon=True).start()
     flags = ("--enable-http2", "--http2-max-concurrent-streams", "10", "--tokenizer-backend", "fastokens")
@@ -147,7 +148,7 @@ def test_http2_another_tokenizer_and_traces(checkpoint: Path, tmp_path: Path) ->
     )
     env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=env, from_command=True) as server:
-        again = server.client().completions.create(model="tiny", prompt="The river is wide. 77", max_tokens=8)
+        again = server.client().completions.create(**request)
         assert again.choices[0].text == expected.choices[0].text
         assert again.usage == expected.usage
         body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": -4}})

@@ -181,7 +181,7 @@ def test_clean_leaves_the_users_checkpoints(tmp_path: Path) -> None:
 
 
 def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
-    """It used to end with the socket's OverflowError."""
+    """A port of 70000 used to end with the socket's OverflowError."""
     done = quickstart("--model-path", str(checkpoint), "--port", "70000")
     assert done.returncode == 1
     assert done.stderr.strip().startswith("70000 is no port")

@@ -38,8 +38,6 @@ FLAG_SETS = {
     "graphs": "--cuda-graph-backend-decode full --cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding "
     "--enable-cudagraph-gc --fp8-gemm-backend deep_gemm --moe-runner-backend dsv4 --device cuda",
     "graphs by JSON": '--cuda-graph-config {"decode":{"backend":"full","max_bs":40}} --enable-profile-cuda-graph',
-    "breakable graphs": "--cuda-graph-backend-decode breakable",
-    "eager graphs": "--debug-cuda-graph",
     "no graphs": "--cuda-graph-backend-decode disabled --disable-decode-cuda-graph --bf16-gemm-backend torch",
     "helpers": "--enable-layerwise-nvtx-marker --enable-strict-thinking --reasoning-parser deepseek-v4 "
     "--enable-metrics --enable-forward-pass-metrics --numa-node 0",

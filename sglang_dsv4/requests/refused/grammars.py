@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sglang_dsv4 import env
+from sglang_dsv4.seam import compat
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
 SECONDS = "SGLANG_DSV4_GRAMMAR_SECONDS"
 DEFAULT_SECONDS = 30
 NICE = 5
-"""What is added to the niceness of a thread that compiles, and of the threads that it starts."""
+"""Added to the niceness of a thread that compiles, and of the threads that it starts."""
+MOST_KEPT = 16
+"""Grammars that are kept for a request that sends them again, of those that were compiled after their requests had been
+refused."""
 TIMED_OUT = "Grammar preprocessing timed out"
 """How SGLang's reason for a failed request of its queue begins."""
 SHOWN = 100
@@ -83,13 +87,11 @@ class Waiting(Future):
     Attributes:
         name: of the compilation.
         compilation: None if no thread may be used.
-        is_refused: the compilation was beyond the limit before the request came.
     """
 
     def __init__(self, name: Name, compilation: Compilation | None) -> None:
         super().__init__()
         self.name, self.compilation = name, compilation
-        self.is_refused = compilation is None or (compilation.is_beyond and not compilation.result.done())
         if compilation is not None:
             compilation.result.add_done_callback(self._end)
 
@@ -137,7 +139,7 @@ class Compilations:
         """Whether the request must be refused now."""
         if waiting.done():
             return False
-        return waiting.is_refused or time.monotonic() - waiting.compilation.since >= self.limit_s
+        return waiting.compilation is None or time.monotonic() - waiting.compilation.since >= self.limit_s
 
     def refuse(self, waiting: Waiting, kind: str, characters: int) -> str:
         """Note that the request of a grammar is refused, on this or on another rank; returns the reason."""
@@ -159,16 +161,22 @@ class Compilations:
         self._known.pop(waiting.name, None)
 
     def keep(self, asked: set[Name]) -> None:
-        """Forget compilations that no request waits for, except those that run or were beyond the limit.
+        """Forget compilations that no request waits for, except those that run, and the last MOST_KEPT that ended
+        beyond the limit.
 
         Args:
             asked: those that requests wait for.
         """
-        for name in self._known.keys() - asked:
+        kept = []
+        for name in [name for name in self._known if name not in asked]:
             one = self._known[name]
             one.is_left = not one.result.done() and not one.result.cancel()
-            if one.result.cancelled() or (one.result.done() and not one.is_beyond):
+            if one.result.done() and one.is_beyond and not one.result.cancelled():
+                kept.append(name)
+            elif not one.is_left:
                 del self._known[name]
+        for name in kept[:-MOST_KEPT]:
+            del self._known[name]
 
 
 _of_backend: WeakKeyDictionary[BaseGrammarBackend, Compilations] = WeakKeyDictionary()
@@ -190,9 +198,10 @@ def compile_within_limit(
     limit = limit_s()
     if live_parts() is None or limit is None or backend.cache.get(key):
         return original(backend, key, require_reasoning)
+    compile_it, threads = compat.grammar_compiler(backend)
     if backend not in _of_backend:
-        _of_backend[backend] = Compilations(limit, backend.executor._max_workers)
-    return _of_backend[backend].ask(key, require_reasoning, backend._init_value_dispatch), False
+        _of_backend[backend] = Compilations(limit, threads)
+    return _of_backend[backend].ask(key, require_reasoning, compile_it), False
 
 
 def refuse_slow_grammars(original: Callable[..., list[Req]], manager: GrammarManager) -> list[Req]:
@@ -202,10 +211,11 @@ def refuse_slow_grammars(original: Callable[..., list[Req]], manager: GrammarMan
     if compilations is None:
         return original(manager)
     waiting = {id(req): (req.grammar, req.grammar_key) for req in manager.grammar_queue if is_waiting(req)}
-    for req in filter(is_waiting, manager.grammar_queue):
+    for req in [req for req in manager.grammar_queue if is_waiting(req)]:
         req.grammar_wait_ct = 0  # SGLang's limit, in rounds of the scheduler
         if compilations.is_due(req.grammar):
             kind, text = req.grammar_key
+            req.grammar = Future()  # SGLang would take a grammar that is compiled while it looks
             req.grammar_wait_ct = manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS
             req.grammar_key = (kind, text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
     ended = original(manager)

@@ -360,7 +360,7 @@ def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: s
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize(("name", "launched"), [("index_prefill_scores", 0), ("index_topk", 1)])
 def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
-    """With more entries than a CTA processes at once."""
+    """The case has more entries than a CTA processes at once."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.indexer import gpu

@@ -151,7 +151,7 @@ SHAPES = {"one": (1, 256, 1024), "two": (2, 128, 512), "eight": (8, 128, 512)}
     *itertools.product(["eight"], [1, 16]),
 ])  # fmt: skip
 def test_it_has_the_bits_of_three_kernels(shape: str, tokens: int) -> None:
-    """With the chosen tile, for the first tokens of many: a token's bits do not depend on their number either."""
+    """The kernels run with the chosen tile on the first of many tokens: bits do not depend on their number either."""
     arguments, expected = case(*SHAPES[shape], True, True)
     schedule = SCHEDULES[tokens % 3]
     assert same(product(*first(tokens, arguments), schedule=schedule, seed=tokens), [e[:tokens] for e in expected])

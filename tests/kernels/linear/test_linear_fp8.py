@@ -108,7 +108,7 @@ def assert_products(got: Tensor, o: Operands) -> None:
 
 
 def test_the_definition_is_the_formula() -> None:
-    """Also with K and N that end inside a block."""
+    """The cases include K and N that end inside a block."""
     for sizes in ((3, 130, 200), (1, 128, 128), (2, 8, 640)):
         o = operands(*sizes)
         assert_products(linear_fp8(*o), o)

@@ -482,7 +482,7 @@ def registers_at_launch(threads: int) -> int:
 
 
 def test_no_more_registers_are_moved_than_there_are() -> None:
-    """Otherwise setmaxnreg would wait forever: a CTA has only the registers of its launch."""
+    """A CTA has only the registers of its launch: setmaxnreg would wait forever for more."""
     from dsv4_kernels.sparse_attention.sm90.launch import configurations
 
     for configuration in configurations():

@@ -1,4 +1,4 @@
-"""What Python code passes to `sglang.Engine`: the engine's processes import it from here."""
+"""Code that a user may pass to `sglang.Engine`: the engine's processes import it from here."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions over the same wrong rows."""
+    """With the kernel's rows SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions over the same wrong rows."""
     outputs, sequences = [], Sequences(FP8, 20)
     loader = f"{__name__}:{off_by_a_factor.__name__}"
     registry.register("unpack_pages", "off", loader, ops.any_device, 100)
@@ -272,7 +272,7 @@ def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_large_chunk_unpacks_and_a_small_one_does_not(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
 ) -> None:
-    """By the real rule, except for the limit on heads: this model has few, whose kernel reads FP8 rows."""
+    """The real rule decides, without its limit on heads: this model has few heads, whose kernel reads FP8 rows."""
     monkeypatch.setattr(attention_backend.unpacking, "FEW_HEADS", 0)
     engine = Engine(FP8, Sequences(FP8, 708))
     engine.forward(EXTEND, [(0, 700)])

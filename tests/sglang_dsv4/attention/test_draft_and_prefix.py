@@ -30,7 +30,7 @@ def test_draft_steps_equal_decode(graph: bool) -> None:
     for engine in (decode, draft):
         engine.forward(ForwardMode.EXTEND, [(0, 255), (1, 2)])
     factory = SimpleNamespace(topk=1, draft_model_runner=draft.runner, speculative_num_steps=STEPS)
-    with get_parallel().override(tp_size=1):
+    with get_parallel().override(attn_tp_size=1):
         name, chain = create_draft_decode_backend(factory)
     assert name == "dsv4"
     assert len(chain.attn_backends) == STEPS
@@ -60,7 +60,7 @@ def test_draft_trees_are_refused() -> None:
 
 def test_draft_extend_runs_on_the_draft_runner() -> None:
     engine = Engine(DRAFT, Sequences(DRAFT, 8))
-    with get_parallel().override(tp_size=1):
+    with get_parallel().override(attn_tp_size=1):
         name, backend = create_draft_extend_backend(SimpleNamespace(draft_model_runner=engine.runner))
     assert name == "dsv4"
     assert backend.token_to_kv_pool is engine.pool

@@ -47,6 +47,12 @@ IN_FP8 = ("fp8", "both")
 Build = Callable[..., nn.Module]
 
 
+@pytest.fixture(autouse=True)
+def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention data parallelism is off."""
+    monkeypatch.setattr(grouped_projection.data_parallel, "is_on", lambda: False)
+
+
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """A rank's loaded model with one projection."""
@@ -54,7 +60,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     monkeypatch.setattr(grouped_projection, "_expanded", grouped_projection._expanded.__wrapped__)
 
     def build(kept: str, tp_size: int = 1, tp_rank: int = 0, weights: dict[str, Tensor] | None = None) -> nn.Module:
-        parallel = SimpleNamespace(tp_size=tp_size, tp_rank=tp_rank)
+        parallel = SimpleNamespace(attn_tp_size=tp_size, attn_tp_rank=tp_rank)
         monkeypatch.setattr(grouped_projection, "get_parallel", lambda: parallel)
         monkeypatch.setattr(grouped_projection, "kept", lambda *_: kept)
         model = nn.Module()
@@ -120,7 +126,7 @@ def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
 
 
 def test_the_expanded_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
-    """It is a buffer, because SGLang keeps buffers while a server sleeps."""
+    """The expanded weight is a buffer, because SGLang keeps buffers while a server sleeps."""
     model = build("both")
     assert "attn.wo_a.expanded" not in model.state_dict()
     assert "attn.wo_a.expanded" in dict(model.named_buffers())

@@ -34,7 +34,12 @@ def set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]
     """Return a function that sets a process up: (switch, device, ranks, error of `connect`) -> what was called."""
 
     def run(
-        word: str | None, device: torch.device = CUDA, ranks: int = 2, error: str = "", trial: str = ""
+        word: str | None,
+        device: torch.device = CUDA,
+        ranks: int = 2,
+        error: str = "",
+        trial: str = "",
+        groups: bool = False,
     ) -> list[str]:
         called = []
 
@@ -55,6 +60,7 @@ def set_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]
         peer_sums.choice.cache_clear()
         group = SimpleNamespace(world_size=ranks, rank_in_group=0, device_group=None, cpu_group=None)
         monkeypatch.setattr(peer_sums, "get_tp_group", lambda: group)
+        monkeypatch.setattr(peer_sums.data_parallel, "is_on", lambda: groups)
         monkeypatch.setattr(peer_memory, "connect", connect)
         monkeypatch.setattr(peer_memory, "try_out", try_out)
         monkeypatch.setattr(peer_sums, "_watch", lambda _: called.append("watch"))
@@ -91,6 +97,7 @@ def test_one_rank_sums_nothing(set_up: Callable[..., list[str]]) -> None:
 OBSTACLES = {
     "cpu": (dict(device=CPU), [], "the model is on a CPU, not on GPUs"),
     "ranks": (dict(ranks=3), [], "there are 3 ranks, not 2, 4, 8"),
+    "groups": (dict(groups=True), [], "attention data parallelism exchanges rows"),
     "mapping": (dict(error="rank 1 cannot map the memory of rank 0: x"), ["connect"], "rank 1 cannot map the memory"),
     "trial": (dict(trial="rank 0 got a wrong sum"), ["connect", "try_out"], "rank 0 got a wrong sum"),
 }

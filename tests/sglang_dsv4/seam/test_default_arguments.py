@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_dsv4.seam import default_arguments as defaults
-from sglang_dsv4.seam.refused_flags import refuse_unsupported_arguments
+from sglang_dsv4.seam import moe_runner
+from sglang_dsv4.seam.refused_flags import refuse, refuse_unsupported_arguments
 
 
 def arguments(**fields: Any) -> SimpleNamespace:
@@ -108,6 +110,50 @@ def test_an_unknown_word_of_a_switch_stops_the_launcher(
     monkeypatch.setenv("SGLANG_DSV4_TOOL_CALLS", "mend")
     with pytest.raises(ValueError, match=r"SGLANG_DSV4_TOOL_CALLS.*repair"):
         resolved()
+
+
+def test_a_draft_has_the_runner_of_its_target(resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the word `auto` SGLang would choose for the draft anew, a runner for other experts."""
+    monkeypatch.setattr(moe_runner, "serves", lambda *_: True)
+    drafting = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    for given in (None, "auto"):
+        found = resolved(**drafting, speculative_num_draft_tokens=2, speculative_moe_runner_backend=given)
+        assert found.moe_runner_backend == found.speculative_moe_runner_backend == "dsv4"
+
+
+@pytest.mark.parametrize("generation", [9, 10])
+@pytest.mark.parametrize("runner", moe_runner.ON_BLACKWELL)
+def test_runners_for_blackwell_may_be_named_there(
+    runner: str, generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
+    given = arguments(device="cuda", moe_runner_backend=runner)
+    if generation == 10:
+        refuse(given, as_given=True)
+    else:
+        refuse(given)  # SGLang may have chosen it
+        with pytest.raises(ValueError, match=f"--moe-runner-backend {runner}: .* marlin on Hopper"):
+            refuse(given, as_given=True)
+
+
+def test_drafts_carry_no_watermark() -> None:
+    refuse_unsupported_arguments(arguments(device="cuda", enable_watermark=True), CONFIG)
+    given = arguments(device="cuda", enable_watermark=True, speculative_algorithm="EAGLE")
+    with pytest.raises(ValueError, match="--enable-watermark with --speculative-algorithm"):
+        refuse_unsupported_arguments(given, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "config", [{"prefill": {"backend": "full"}}, {"decode": {"backend": "breakable"}}, {"decode": {"bs": [1]}}]
+)
+def test_graphs_that_may_be_asked_for_in_json(config: dict[str, Any]) -> None:
+    given = arguments(device="cuda", cuda_graph_config=config)
+    if config.get("decode", {}).get("bs"):
+        refuse(given)
+    else:
+        with pytest.raises(ValueError, match="--cuda-graph-config"):
+            refuse(given)
 
 
 def test_sglang_does_not_replace_a_page_size_silently(resolved: Callable[..., Any]) -> None:

@@ -59,7 +59,7 @@ def test_the_target_exists_in_the_tested_version(hook: Hook) -> None:
 
 @pytest.mark.parametrize("hook", [hook for hook in ALL if hook.kind in IN_REGISTRY], ids=name_of)
 def test_our_function_can_take_the_targets_arguments(hook: Hook) -> None:
-    """It takes required arguments by position or, as SGLang passes them to some targets, by name."""
+    """Our function takes required arguments by position or, as SGLang passes them to some targets, by name."""
     target, ours = pkgutil.resolve_name(hook.target), install.ours(hook)
     try:
         parameters = inspect.signature(inspect.unwrap(getattr(target, "__func__", target))).parameters.values()

@@ -21,6 +21,7 @@ from dsv4_kernels.sparse_attention import sparse_attention
 from sglang_dsv4.attention import implementation
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import SWA_RATIO
 from sglang_dsv4.warmup import compile_ahead, model_shapes
@@ -58,6 +59,7 @@ def jobs(config: Config, geometry: PoolGeometry = GEOMETRY) -> list[tuple[str, C
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_shapes.sequence_parallel, "may_be", lambda: False)
+    monkeypatch.setattr(data_parallel, "is_on", lambda: False)
 
 
 def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:

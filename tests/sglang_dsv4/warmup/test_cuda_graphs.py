@@ -61,7 +61,7 @@ def test_verify_steps_end_as_asked(
     from sglang.srt import runtime_context
     from sglang.srt.speculative.dspark_components import dspark_verify, dspark_worker_v2
 
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks, attn_dp_size=1))
 
     monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
     if switch is not None:
