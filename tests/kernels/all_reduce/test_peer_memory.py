@@ -37,7 +37,7 @@ class Runtime(SimpleNamespace):
                 made = peer_memory.runtime_of_cuda.cudaIpcMemHandle_t()
                 made.reserved = HANDLE
                 return SUCCESS, made
-            return (SUCCESS,) if name == "cudaMemset" else (SUCCESS, 4096 * len(self.calls))
+            return (SUCCESS,) if name in ("cudaMemset", "cudaSetDevice") else (SUCCESS, 4096 * len(self.calls))
 
         return call
 
@@ -51,13 +51,14 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_mailbox_is_empty_before_its_handle_is_given(runtime: Runtime) -> None:
-    assert peer_memory._allocate(8192) == (4096, HANDLE, "")
-    assert runtime.calls == [("cudaMalloc", 8192), ("cudaMemset", 4096, 255, 8192), ("cudaIpcGetMemHandle", 4096)]
+    assert peer_memory._allocate(8192, 3) == (8192, HANDLE, "")
+    allocated = ("cudaMalloc", 8192), ("cudaMemset", 8192, 255, 8192), ("cudaIpcGetMemHandle", 8192)
+    assert runtime.calls == [("cudaSetDevice", 3), *allocated]
 
 
-@pytest.mark.parametrize("runtime", ["cudaMalloc", "cudaMemset", "cudaIpcGetMemHandle"], indirect=True)
+@pytest.mark.parametrize("runtime", ["cudaSetDevice", "cudaMalloc", "cudaMemset", "cudaIpcGetMemHandle"], indirect=True)
 def test_no_memory_to_share(runtime: Runtime) -> None:
-    assert peer_memory._allocate(8192) == (0, b"", "cudaErrorPeerAccessUnsupported (217)")
+    assert peer_memory._allocate(8192, 3) == (0, b"", "cudaErrorPeerAccessUnsupported (217)")
 
 
 def test_the_memory_of_all_others_is_mapped_in_the_order_of_the_ranks(runtime: Runtime) -> None:
