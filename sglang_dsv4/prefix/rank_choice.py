@@ -43,10 +43,11 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_RANK_CHOICE"
 
-REQUEST_TOKENS = 512
-"""Prefill tokens that delay a rank as much as one more decoding request does. A step of 64 requests takes 6.1 ms on an
-H200 (README), 0.09 ms a request, in which a prefill computes 14 tokens; a request decodes some tens of tokens before
-another one ends."""
+REQUEST_TOKENS = 256
+"""Prefill tokens that count as much as one more decoding request. A step of 64 requests takes 6.1 ms on an H200
+(README): a request's share is the time of 14 prefill tokens, so this is the share of some 18 steps. A conversation does
+not leave its rank for a difference of a few requests, and a prefix of 8K tokens that all requests share is computed on
+a second rank once the first has 32 requests more."""
 FULL_CACHE_TOKENS = 2048
 """Tokens by which a rank with a full cache counts as busier than one with an empty cache, at equal load."""
 MOST_PAGES = 1 << 17
