@@ -45,9 +45,9 @@ VARIABLE = "SGLANG_DSV4_RANK_CHOICE"
 
 REQUEST_TOKENS = 256
 """Prefill tokens that count as much as one more decoding request. A step of 64 requests takes 6.1 ms on an H200
-(README): a request's share is the time of 14 prefill tokens, so this is the share of some 18 steps. A conversation does
-not leave its rank for a difference of a few requests, and a prefix of 8K tokens that all requests share is computed on
-a second rank once the first has 32 requests more."""
+(`serve_ab_h200.json`): a request's share is the time of 14 prefill tokens, so this is the share of some 18 steps. A
+conversation does not leave its rank for a difference of a few requests, and a prefix of 8K tokens that all requests
+share is computed on a second rank once the first has 32 requests more."""
 FULL_CACHE_TOKENS = 2048
 """Tokens by which a rank with a full cache counts as busier than one with an empty cache, at equal load."""
 MOST_PAGES = 1 << 17
