@@ -26,9 +26,9 @@ PART = (
 
 @pytest.mark.slow
 def test_a_part_of_the_suite_passes(tmp_path: Path) -> None:
-    """In a clone, which lacks uncommitted files; set-up downloads 2.5 GB unless pip has them.
+    """The tests run in a clone, which lacks uncommitted files; set-up downloads 2.5 GB unless pip has them.
 
-    Where there is no Python 3.12, in the Python of this process.
+    Where there is no Python 3.12, the Python of this process runs them.
     """
     interpreter = interpreters(()).get("3.12", sys.executable)
     (torch,) = (text for text in importlib.metadata.requires("sglang") if re.match(r"torch *==", text))
