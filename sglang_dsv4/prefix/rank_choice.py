@@ -1,4 +1,4 @@
-"""The choice of the data-parallel rank that gets a request: where most of its prompt is cached, unless others idle.
+"""The choice of the data-parallel rank of a request: where most of its prompt is cached, unless others have less to do.
 
 With `--dp-size` (replicas) or `--attn-dp-size` every rank has a prefix cache of its own, and SGLang hands requests to
 the ranks in turn: each turn of a conversation finds its prefix on one rank of several. Here a request goes to the rank
@@ -43,18 +43,19 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_RANK_CHOICE"
 
-REQUEST_TOKENS = 512
-"""Prefill tokens that delay a rank as much as one more decoding request does. A step of 64 requests takes 6.1 ms on an
-H200 (README), 0.09 ms a request, in which a prefill computes 14 tokens; a request decodes some tens of tokens before
-another one ends."""
+REQUEST_TOKENS = 256
+"""Prefill tokens that count as much as one more decoding request. A step of 64 requests takes 6.1 ms on an H200
+(README): a request's share is the time of 14 prefill tokens, so this is the share of some 18 steps. A conversation does
+not leave its rank for a difference of a few requests, and a prefix of 8K tokens that all requests share is computed on
+a second rank once the first has 32 requests more."""
 FULL_CACHE_TOKENS = 2048
-"""Tokens that a rank with a full cache counts for more than one with an empty cache, the load being equal."""
+"""Tokens by which a rank with a full cache counts as busier than one with an empty cache, at equal load."""
 MOST_PAGES = 1 << 17
 """Most pages that are remembered of a rank, 33M tokens; some 300 bytes each."""
 REFRESH_S = 0.02
 """Shortest time between two readings of the snapshots."""
 ON_THE_WAY_S = 0.1
-"""A request is in a snapshot that is this much younger than the moment at which the request was handed out."""
+"""A snapshot includes a request if it was taken at least this long after the request was handed out."""
 
 
 @dataclass
