@@ -27,11 +27,10 @@ def run(
         Program.from_ptx(kernel(body, 4)),
         "k",
         [
-            Launch((1, 1, 1), [*(struct.pack("<Q", a.ctypes.data) for a in (data, flag, out)), struct.pack("<Q", role)],
+            Launch((1, 1, 1), (32, 1, 1), [*(struct.pack("<Q", a.ctypes.data) for a in (data, flag, out)), struct.pack("<Q", role)],
                    gpu, late=gpu == late)
             for gpu, role in launches
         ],
-        (32, 1, 1),
         memory=memory,
         options=Options(schedule=schedule, seed=seed, checks=Checks(), max_instructions=5_000_000),
     )  # fmt: skip
@@ -190,14 +189,14 @@ def test_gpus_run_one_kernel_together() -> None:
     x = np.zeros(32, np.uint32)
     with Device(Options()) as device:
         with device.several_gpus() as choose:
-            for gpu in range(3):
+            for gpu, threads in enumerate((32, 64, 33)):
                 choose(gpu)
-                device.run_ptx(kernel("red.relaxed.sys.global.add.u32 [%rd100], 1;", 1), "k", 1, 32, [x])
+                device.run_ptx(kernel("red.relaxed.sys.global.add.u32 [%rd100], 1;", 1), "k", 1, threads, [x])
             assert not device.reports
-        assert x[0] == 96 and len(device.reports) == 1
+        assert x[0] == 32 + 64 + 33 and len(device.reports) == 1
         with pytest.raises(ValueError, match="several GPUs run one kernel"), device.several_gpus():
-            for threads in (32, 64):
-                device.run_ptx(kernel("", 1), "k", 1, threads, [x])
+            for body in ("", "mov.u32 %r1, 0;"):
+                device.run_ptx(kernel(body, 1), "k", 1, 32, [x])
     with Device(Options(), record=True) as device, pytest.raises(ValueError, match="cannot be recorded"):
         with device.several_gpus():
             pass
