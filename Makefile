@@ -1,10 +1,11 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
-# Variables: PYTHON=python3.11  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=2
+# Variables: PYTHON=python3.11 (or 3.12, 3.13)  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=2
 #            SHARD=2/8  MINUTES=20 (of test-slow: an eighth of the slow tests, none of which begins after 20 minutes)
 #            SGLANG=<version> (of compat: what it moved, renamed or changed of what this package uses)  COMPAT_ARGS=--differences
 #            PRESET=<layout of `make checkpoint`: tiny, nvfp4, flash-april, flash-0731, pro-0813, flash, pro>
 #            TORCH_INDEX=<index with CPU builds of torch; empty: only pip's configured ones>
+#            TORCH=<version of torch in a second environment, .venv-torch-<version>, for example 2.14.1, which SGLang pins>
 
 PYTHON      ?= python3.11
 PORT        ?= 30000
@@ -18,8 +19,10 @@ SGLANG      ?=
 COMPAT_ARGS ?=
 WORKERS     ?= 2
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH       ?=
+PYTHONS     ?=
 
-VENV  := .venv
+VENV  := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN   := $(VENV)/bin
 # Set-up runs again when one of these files changes, and only then.
 SETUP_INPUTS := requirements-cpu.txt requirements-test.txt pyproject.toml setup_venv.sh
@@ -32,17 +35,17 @@ PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
 # Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
 TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
 
-.PHONY: help setup checkpoint serve test test-slow compat lint format clean
+.PHONY: help setup checkpoint serve test test-slow compat dist lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,7s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "also: make setup | checkpoint | test-slow | compat | lint | format | clean"
+	@sed -n '1,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@echo "also: make setup | checkpoint | test-slow | compat | dist | lint | format | clean"
 
 setup: $(STAMP)
 
 $(STAMP):
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
 	@rm -f $(VENV)/.ready-* && touch $@
 
 checkpoint: $(STAMP)
@@ -69,6 +72,10 @@ compat: $(STAMP)
 	@$(BIN)/python -m zipfile -e build/compat/wheels/sglang-$(SGLANG)-*.whl build/compat/$(SGLANG)
 	@PYTHONPATH=tests/lib $(BIN)/python -m upstream.report build/compat/$(SGLANG) $(COMPAT_ARGS)
 
+# The files of a release, from the committed tree, checked and installed into empty environments.
+dist: $(STAMP)
+	@PYTHONPATH=tests/lib $(BIN)/python -m release.dist $(PYTHONS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
@@ -77,4 +84,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) checkpoints/tiny build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* checkpoints/tiny build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

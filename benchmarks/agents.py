@@ -6,8 +6,8 @@
 
 FOLDER holds `april`, six layers of V4-Flash (`bench_speculation.py` writes config and tokenizer if they are missing);
 weights are --load-format dummy. The servers get the same bytes of KV memory, --kv-gib, less than all sessions need. In
-each round every session sends its next request, --at-once at a time; `lib/agent_sessions.py` says what kinds of
-requests there are. All answers of the conversations are given, so both servers get the same requests. Two styles, each
+each round every session sends its next request, --at-once at a time; `lib/agent_sessions.py` lists the kinds
+of requests. All answers of the conversations are given, so both servers get the same requests. Two styles, each
 from an empty cache after an unmeasured run of other sessions:
 
     system   a request ends with a reminder of role system, which the built-in renders at the front
@@ -15,7 +15,8 @@ from an empty cache after an unmeasured run of other sessions:
 
 Rows: for each style and kind of request, and for all kinds together, `hit_rate` (cached tokens over prompt tokens),
 `ttft_p50` and `ttft_p99` in ms, and `requests`; for all kinds also `tok_s`, prompt tokens a second. --resume adds to
-what --out holds: the servers can be measured by several commands. A CPU serves ours only:
+what --out holds: the servers can be measured by several commands. The built-in starts once more than ours, to learn how
+many tokens have these bytes; --max-total-tokens among its own flags saves that start. A CPU serves ours only:
 
     python benchmarks/agents.py --models FOLDER --tiny --contenders ours --kv-gib 0 --sessions 4 --turns 8 \\
         --scale 0.02 --out FILE -- --max-total-tokens 8192
@@ -40,9 +41,11 @@ from bench_speculation import write_models
 from lib import agent_sessions, serve_load
 from lib.agent_sessions import KINDS, STYLES, Request
 from lib.equal_memory import builtin_tokens, tokens_that_fit
-from lib.servers import CONTENDERS, Server, running, versions
+from lib.servers import CONTENDERS, Server, running
+from lib.versions import versions
 
 ALL = "all"
+LIMIT = "--max-total-tokens"
 PROGRAMS = 2
 NEW_TOKENS = 16
 SEED, WARM_UP_SEED = 71, 1071
@@ -210,9 +213,10 @@ def compare(arguments: argparse.Namespace, results: Results) -> None:
         if not styles:
             continue
         flags = [*common, *(shlex.split(arguments.builtin_flags) if contender == "builtin" else ())]
-        if arguments.kv_gib:
-            flags += ["--max-total-tokens", str(tokens_of(contender, model, flags, arguments, results.memory))]
-        with running(contender, model, flags, arguments.port, arguments.logs / f"agents_{contender}.log") as server:
+        if arguments.kv_gib and LIMIT not in flags:
+            flags += [LIMIT, str(tokens_of(contender, model, flags, arguments, results.memory))]
+        log = arguments.logs / f"agents_{contender}.log"
+        with running(contender, model, flags, arguments.port, log, alone=True) as server:
             size, tokens = server.kv_memory()
             results.memory[contender] = {"kv_bytes": size, "kv_tokens": tokens}
             print(f"{contender}: {size / 2**20:,.1f} MiB of KV memory, {tokens:,} tokens", flush=True)

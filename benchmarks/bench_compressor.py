@@ -27,7 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from lib.measuring import Ceilings, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import Ceilings, interleaved, l2_bytes, measure_ceilings
+from lib.versions import versions
 
 from dsv4_kernels import registry
 from dsv4_kernels.compressor import Compression, Groups, compress, compress_store

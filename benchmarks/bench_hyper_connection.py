@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings
+from lib.versions import versions
 from torch import Tensor
 
 from dsv4_kernels import registry

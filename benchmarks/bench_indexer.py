@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from lib.measuring import gpu_state, versions
+from lib.measuring import gpu_state
+from lib.versions import versions
 from torch import Tensor
 
 from dsv4_kernels.indexer import index_topk

@@ -30,9 +30,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings
 from lib.row_kernel_chain import Chain, check_chain, launched
 from lib.row_kernel_works import WORKS
+from lib.versions import versions
 
 from dsv4_kernels import registry
 

@@ -62,7 +62,8 @@ from lib.attention_inputs import (
     quick_cases,
     unpacked_rows,
 )
-from lib.measuring import Call, Ceilings, geometric_mean, gpu_state, interleaved, l2_bytes, measure_ceilings, versions
+from lib.measuring import Call, Ceilings, geometric_mean, gpu_state, interleaved, l2_bytes, measure_ceilings
+from lib.versions import versions
 from torch import Tensor
 
 from dsv4_kernels import registry

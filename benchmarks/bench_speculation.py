@@ -11,7 +11,7 @@ Random weights accept almost no draft, so only cost is measured. Each work start
                 differ, since the same kernels run on the same shapes
     agreement   our greedy answers with EAGLE and with DSPARK, graphs on, and without speculation: how many requests
                 differ, and after how many tokens (products of other batches differ in their last bits on a GPU;
-                `--exact` adds --enable-deterministic-inference, with which none may differ)
+                `--deterministic` adds --enable-deterministic-inference, with which none may differ)
     decode      a decode step, the divisor of the others
     eagle       MTP of the April releases, three drafts a step
     dspark      the draft of the current releases, blocks of five
@@ -46,6 +46,7 @@ import argparse
 import collections
 import itertools
 import json
+import operator
 import os
 import random
 import shlex
@@ -60,7 +61,8 @@ from typing import Any
 from lib import serve_load
 from lib.model_shapes import FLASH, write_config
 from lib.serve_profile import busy_us, decode_events, gpu_work
-from lib.servers import SWITCHES, Server, running, versions
+from lib.servers import SWITCHES, Server, running
+from lib.versions import versions
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
@@ -95,7 +97,7 @@ DUMMY_FLAGS = (
     *("--context-length", "65536", "--chunked-prefill-size", "8192"),
 )
 FEW_GRAPHS = ("--max-running-requests", "24", "--cuda-graph-bs-decode", "1", "4", "16")
-EXACT = "--enable-deterministic-inference"
+DETERMINISTIC = "--enable-deterministic-inference"
 
 
 def write_models(folder: Path, tiny: bool, full_size: bool = False) -> None:
@@ -292,7 +294,7 @@ def agreement(arguments: argparse.Namespace, algorithm: str, flags: Sequence[str
             given.append([answers(server, asked, at_once, arguments.new_tokens) for at_once in numbers])
     found = []
     for at_once, one, drafted in zip(numbers, *given, strict=True):
-        about = {"work": work, "algorithm": algorithm, "at_once": at_once, "exact": EXACT in flags}
+        about = {"work": work, "algorithm": algorithm, "at_once": at_once, "deterministic": DETERMINISTIC in flags}
         found.append(about | compared(one, drafted))
         print(f"  {found[-1]}", flush=True)
     return found
@@ -305,12 +307,13 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
     """Run the works one after the other; results are written after each server."""
     write_models(arguments.models, arguments.tiny, arguments.full_size)
     common = [*([] if arguments.tiny else DUMMY_FLAGS), "--random-seed", "1"]
-    exact = (EXACT,) if arguments.exact else ()
+    flag = (DETERMINISTIC,) if arguments.deterministic else ()
     for work in [work for work in arguments.works if work in ("graphs", "agreement")]:
         for algorithm in arguments.algorithms:
-            found = agreement(arguments, algorithm, (*common, *FEW_GRAPHS, *exact, *arguments.flags), work)
-            same = {(row["work"], row["algorithm"], row["exact"]) for row in found}
-            kept = [row for row in results.agreement if (row["work"], row["algorithm"], row["exact"]) not in same]
+            found = agreement(arguments, algorithm, (*common, *FEW_GRAPHS, *flag, *arguments.flags), work)
+            key = operator.itemgetter("work", "algorithm", "deterministic")
+            same = set(map(key, found))
+            kept = [row for row in results.agreement if key(row) not in same]
             results.agreement = kept + found
             save(arguments.out, results)
     largest = max(arguments.requests)
@@ -347,7 +350,7 @@ def main() -> int:
     parser.add_argument("--requests", nargs="+", type=int, default=REQUESTS)
     parser.add_argument("--turns", type=int, default=1, help="how often steps are measured, in turns with the other")
     parser.add_argument("--new-tokens", type=int, default=64, help="of an answer of the agreement")
-    parser.add_argument("--exact", action="store_true", help=f"the agreement under {EXACT}")
+    parser.add_argument("--deterministic", action="store_true", help=f"the agreement under {DETERMINISTIC}")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--tiny", action="store_true", help="small checkpoints with weights")
     size.add_argument("--full-size", action="store_true", help="all 43 layers of V4-Flash")
@@ -373,7 +376,7 @@ def main() -> int:
     results.about = {"gpu": gpus, "versions": versions(), "flags": flags, "switches": switches}
     run(arguments, results)
     print(json.dumps(results.as_json()["pays"], indent=1))
-    must_agree = [row for row in results.agreement if row["work"] == "graphs" or row["exact"] or not gpus]
+    must_agree = [row for row in results.agreement if row["work"] == "graphs" or row["deterministic"] or not gpus]
     return int(any(row["mismatches"] for row in must_agree))
 
 

@@ -50,6 +50,7 @@ from pathlib import Path
 import torch
 from lib import servers
 from lib.model_shapes import FLASH, write_config
+from lib.versions import versions
 
 WORKS = ("copies", "ttft")
 TIERS = ("cold", "device", "host", "disk")
@@ -304,7 +305,7 @@ class Result:
         self._out = args.out
         setting = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "versions": servers.versions(),
+            "versions": versions(),
             "model": args.model.name,
             "prefix_tokens": args.prefix,
             "pool_tokens": args.pool,

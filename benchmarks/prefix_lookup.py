@@ -102,22 +102,20 @@ def main() -> None:
     store = TailStore(arguments.nodes // 10, arguments.nodes)
     previous = None
     while len(store) < arguments.nodes:
-        checkpoint, _ = store.reserve(rng.randrange(1, 400) * PAGE)
-        store.publish(checkpoint.id, None)
+        tail, _ = store.reserve(rng.randrange(1, 400) * PAGE)
+        store.publish(tail.id, None)
         store.pop_copies()
-        previous = checkpoint.id
+        previous = tail.id
 
     def bookkeeping() -> None:
         store.hit(previous)
         store.pop_copies()
-        checkpoint, _ = store.reserve(4096)
-        store.publish(checkpoint.id, None)
+        tail, _ = store.reserve(4096)
+        store.publish(tail.id, None)
         store.pop_copies()
 
     cost = median_us(bookkeeping, 2001)
-    print(
-        f"bookkeeping of a hit, a reservation that evicts and a publication, {len(store):,} checkpoints: {cost:.1f} us"
-    )
+    print(f"bookkeeping of a hit, a reservation that evicts and a publication, {len(store):,} tails: {cost:.1f} us")
     line = json.dumps(
         {
             "benchmark": "prefix_lookup",

@@ -51,7 +51,8 @@ from pathlib import Path
 from lib import serve_load
 from lib.equal_memory import builtin_tokens, tokens_that_fit
 from lib.serve_profile import Profile, profile_decode, profile_prefill
-from lib.servers import CONTENDERS, STALL_S, SWITCHES, Server, running, versions
+from lib.servers import CONTENDERS, STALL_S, SWITCHES, Server, running
+from lib.versions import versions
 
 WORKS = ("decode", "prefill", "multi_turn", "profile", "churn", "agreement")
 WORKS_OF = {  # names of the rows that only this work has

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lib import serve_load, servers
 from lib.serve_profile import profile_decode
+from lib.versions import versions
 
 CONTEXT = 4608
 LONG_PROMPT = 65536
@@ -102,7 +103,7 @@ def main() -> None:
                 )
         found = {
             "about": arguments.about,
-            "versions": servers.versions(),
+            "versions": versions(),
             "variants": about["servers"],
             "flags": about.get("flags", []),
             "ratios": ratios(rows, names[0]),

@@ -25,6 +25,8 @@ class Option(Enum):
     """FP8 linear layers multiply few tokens by this package's product."""
     PACKED_EXPERTS = "packed_experts"
     """Routed experts multiply the checkpoint's own MXFP4 weights."""
+    PEER_SUMS = "peer_sum_ranks"
+    """Sums over ranks go through memory that all GPUs of the group can write."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class ModelShapes:
     quantises_inputs: bool
     """Whether the kernels before an FP8 product also write its quantised input."""
     fewest_own_rows: int
-    """Rows of the smallest forward whose rows are sharded over the ranks, on one rank; 0 where rows are not sharded."""
+    """Rows of the smallest forward whose rows are gathered from the ranks, on one rank; 0 where none are gathered."""
     entry_dims: tuple[tuple[int, tuple[int, ...]], ...]
     """(compression ratio, channels of an entry and, where the layer has an indexer, of an indexer key)."""
     index_heads: int
@@ -90,6 +92,8 @@ class ModelShapes:
     packed_experts: bool = False
     experts_sum_fp32: bool = False
     """Whether packed experts return a rank's part of the sum in fp32."""
+    peer_sum_ranks: int = 0
+    """Ranks that sum through each other's memory; 0 if another library sums."""
 
     @property
     def options(self) -> frozenset[Option]:

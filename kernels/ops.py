@@ -208,6 +208,15 @@ STEP, PREFILL, NOWHERE, NOT_WIRED = Runs
 CPU, GPU = ("cpu",), ("cuda",)
 
 _ROWS = (
+    _op(
+        "all_reduce",
+        "all_reduce",
+        STEP,
+        SHAPED,
+        *_kernels("all_reduce.gpu:{}", "compile_jobs", dtypes=MODEL_DTYPES),
+        devices=GPU,
+        option=Option.PEER_SUMS,
+    ),
     _op("compress", "compressor", NOWHERE, ELEMENTWISE),
     _op("compress_store", "compressor", STEP, WAITING, *_kernels("compressor.gpu:{}", "compile_jobs")),
     _op("hc_pre", "hyper_connection", NOWHERE, SHAPED),

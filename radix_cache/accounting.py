@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dsv4_radix_cache.pages import page_floor
+from dsv4_radix_cache.ring import PAGE_TOKENS
 
 
 class Stop(Enum):
@@ -30,6 +31,31 @@ class PrefixReport:
     tier: str | None  # tier of the tail: "device", "host", or None when nothing was hit
     host_tokens: int = 0  # hit tokens whose pages were loaded from host memory
     storage_tokens: int = 0  # hit tokens whose pages were fetched from the storage backend, and loaded
+    stored_tokens: int = 0  # tokens that the longest stored path begins with; hits end at pages and tails before
+    differs: bool = False  # that path has another token there
+
+    @property
+    def why(self) -> str:
+        """A sentence for people: the token at which the prompt leaves the stored ones, and why less was reused."""
+        stored, hit = self.stored_tokens, self.hit_tokens
+        if self.differs:
+            found = f"prompt differs from the stored one at token {stored}"
+        elif stored == 0:
+            found = "no stored prompt begins with the prompt's tokens"
+            found += " under its cache_salt or extra_key" if self.stop is Stop.SALT else ""
+        elif stored < self.prompt_tokens:
+            found = f"prompt is stored up to token {stored}"
+        else:
+            found = "the whole prompt is stored"
+        if hit == stored:
+            return found
+        reasons = {
+            Stop.NO_TAIL: "no tail is kept after that",
+            Stop.PROMPT_LOGPROBS: "log-probabilities of the prompt were asked for",
+        }
+        pages = f"whole pages of {PAGE_TOKENS} tokens are reused, and the last token is computed always"
+        reason = reasons.get(self.stop, pages)
+        return f"{found}; reused up to token {hit}: {reason}"
 
     @property
     def pages_from(self) -> dict[str, int]:
@@ -45,6 +71,9 @@ class PrefixReport:
             "stopped_by": self.stop.value,
             "tail_from": self.tier,
             "pages_from": self.pages_from,
+            "stored_tokens": self.stored_tokens,
+            "differs_at": self.stored_tokens if self.differs else None,
+            "why": self.why,
             "recomputed": {stop.value: tokens for stop, tokens in self.recomputed.items() if tokens},
         }
 
@@ -77,6 +106,7 @@ def explain(
     tier: str | None,
     host_tokens: int = 0,
     storage_tokens: int = 0,
+    stored: tuple[int, bool] = (0, False),
 ) -> PrefixReport:
     """The report of a prompt: every token accounted for.
 
@@ -89,6 +119,8 @@ def explain(
             not looked up: the answer would tell one tenant what another one asked.
         tier: tier of the tail.
         host_tokens, storage_tokens: hit tokens whose pages were loaded from host memory, and from the storage backend.
+        stored: tokens that the longest stored path begins with, and whether it has another token there; a path of fewer
+            than `block_tokens` tokens lacks the pages that only host memory had.
 
     Raises:
         ValueError: the counts contradict each other.
@@ -107,4 +139,5 @@ def explain(
     }
     stop = next(reason for reason, tokens in recomputed.items() if tokens)
     tier = tier if hit_tokens else None
-    return PrefixReport(prompt_tokens, hit_tokens, recomputed, stop, tier, host_tokens, storage_tokens)
+    tokens, differs = stored if stored[0] >= block_tokens else (min(block_tokens, prompt_tokens), False)
+    return PrefixReport(prompt_tokens, hit_tokens, recomputed, stop, tier, host_tokens, storage_tokens, tokens, differs)

@@ -22,7 +22,7 @@ Tails that the store evicts meanwhile are listed until the owner of the tree nod
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -48,6 +48,7 @@ class Match:
     salted: bool  # the request has a cache namespace of its own
     host_tokens: int = 0  # tokens of [0, position) whose pages were loaded from host memory
     storage_tokens: int = 0  # tokens of [0, position) whose pages came from the storage backend
+    stored: Callable[[], tuple[int, bool]] | None = None  # the end of the longest stored path, for the account
     report: PrefixReport | None = None  # the account of the prompt, once the request runs
 
 
@@ -186,7 +187,9 @@ class Ledger:
                     tier,
                     match.host_tokens,
                     match.storage_tokens,
+                    (0, False) if match.stored is None else match.stored(),
                 )
+                match.stored = None  # it holds the tree's node
                 self.totals.add(match.report)
         return match.tail_id if begin else None
 

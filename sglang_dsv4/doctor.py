@@ -4,6 +4,7 @@ python -m sglang_dsv4.doctor                                  the installation
 python -m sglang_dsv4.doctor --versions                       versions of packages and machine, for a bug report
 python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
                                                               and the memory plan of a checkpoint
+python -m sglang_dsv4.doctor MODEL --gpus N [--gpu-memory GB] and what fits on several GPUs, by --attn-dp-size
 python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running server
 """
 
@@ -33,6 +34,7 @@ from sglang_dsv4.cpu import shims
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.seam import compat
+from sglang_dsv4.weights import rank_bytes
 from sglang_dsv4.weights.checkpoint_files import stated
 
 PACKAGES = (
@@ -50,6 +52,8 @@ PACKAGES = (
     *("deepseek-recipe", "safetensors", "numpy"),
 )
 """Packages whose versions a bug report needs."""
+MEMORY_SHARE = 0.88
+"""The share of a GPU's memory that the plan for several GPUs gives to weights and KV."""
 CONVERSATIONS = (4_096, 32_768, 131_072, 1_048_576)
 
 
@@ -178,6 +182,40 @@ def plan(
     return lines
 
 
+def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: str) -> list[str]:
+    """The lines on the KV that fits on several GPUs, by the number of groups of attention data parallelism.
+
+    Args:
+        model: the checkpoint's folder.
+        gpus: ranks (`--tp-size`).
+        gigabytes: memory of a GPU, 10**9 bytes.
+        requests: running requests of all groups.
+        rows: "fp8" or "plain".
+
+    Raises:
+        ValueError: the config can't be served.
+    """
+    from sglang_dsv4.cache.pool_plan import largest_plan
+
+    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    geometry, options = geometry_of_checkpoint(model, fp8=rows == "fp8"), TailOptions.from_environment()
+    lines = [
+        f"{gpus} GPUs of {gigabytes:g} GB, {MEMORY_SHARE:g} of it for weights and KV (--mem-fraction-static), "
+        f"{requests} requests; GB are 10**9 bytes, wo_a in FP8:",
+        f"{'--attn-dp-size':>14} {'GPUs a group':>13} {'weights a GPU':>14} {'KV a GPU':>10} {'tokens in all':>14}",
+    ]
+    for topology in rank_bytes.topologies(config, gpus):
+        weights = rank_bytes.bytes_of_a_rank(config, topology, "fp8")
+        slots, left = -(-requests // topology.groups) + 1, gigabytes * 1e9 * MEMORY_SHARE - weights
+        head = f"{topology.groups:>14} {topology.group_size:>13} {weights / 1e9:>11.1f} GB"
+        try:
+            plan = largest_plan(geometry, int(left), lambda _, slots=slots: slots, options.slots_on_device)
+            lines.append(f"{head} {left / 1e9:>7.1f} GB {plan.full_tokens * topology.groups:>14,}")
+        except ValueError:
+            lines.append(f"{head} {left / 1e9:>7.1f} GB {'do not fit':>14}")
+    return lines
+
+
 def server(url: str) -> list[str]:
     """The lines on a running server: its arguments and this package's metrics.
 
@@ -228,6 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--hicache-size", type=size, default=0, help="GB of host memory for prefixes, instead of the ratio"
     )
+    parser.add_argument("--gpus", type=count, help="ranks that share the model (--tp-size): the plan by --attn-dp-size")
+    parser.add_argument("--gpu-memory", type=size, default=141, help="GB of a GPU, with --gpus")
     parser.add_argument("--url", help="a running server")
     parser.add_argument("--versions", action="store_true", help="print versions alone, for a bug report")
     chosen = parser.parse_args(arguments)
@@ -239,6 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.model is not None:
             sizes = (chosen.tokens, chosen.requests, chosen.rows, chosen.hicache_ratio, chosen.hicache_size)
             print("\n" + "\n".join(plan(chosen.model, *sizes)))
+            if chosen.gpus is not None:
+                shape = (chosen.gpus, chosen.gpu_memory, chosen.requests, chosen.rows)
+                print("\n" + "\n".join(several_gpus(chosen.model, *shape)))
         if chosen.url is not None:
             print("\n" + "\n".join(server(chosen.url.rstrip("/"))))
     except (OSError, ValueError) as error:

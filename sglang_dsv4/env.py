@@ -85,6 +85,20 @@ SWITCHES = (
         "choice, for its share of the tokens",
     ),
     Switch(
+        "SGLANG_DSV4_ALL_REDUCE",
+        ("sglang", "auto", "ours"),
+        "sglang",
+        "sums over ranks: SGLang's all-reduce; or our kernel, which stores parts into the other GPUs' memory (auto: "
+        "SGLang's where that memory cannot be mapped; ours: the server stops there)",
+    ),
+    Switch(
+        "SGLANG_DSV4_RANK_CHOICE",
+        ("prefix", "sglang"),
+        "prefix",
+        "prefix: with several data-parallel ranks a request goes where most of its prompt is cached, unless that rank "
+        "has more to do; sglang: by --load-balance-method alone",
+    ),
+    Switch(
         "SGLANG_DSV4_VERIFY_EPILOGUE",
         ("on", "off"),
         "on with one rank, off with several",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import tempfile
 import time
@@ -226,6 +227,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(LEFT_OUT)
     if "server" in getattr(item, "fixturenames", ()) and unit_of(item.nodeid) != SERVERS:
         pytest.fail(f"this test uses the server: name its file in STARTS_A_SERVER ({__file__})", pytrace=False)
+
+
+ROOT_LEVEL = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    item.stash[ROOT_LEVEL] = logging.getLogger().level
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after the test's fixtures are torn down
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that leaves the root logger at another level: later tests that count records would fail."""
+    result = yield
+    root, before = logging.getLogger(), item.stash[ROOT_LEVEL]
+    if root.level != before:
+        left = root.level
+        root.setLevel(before)
+        pytest.fail(f"the root logger's level was {before} before this test, and is {left}: set it back", pytrace=False)
+    return result
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)  # in a single process xdist need not be installed

@@ -15,6 +15,7 @@ case $1 in
 test) echo "===== 3 passed, 1 skipped in 2.00s ====="; exit ${RC_TEST:-0} ;;
 lint) echo "All checks passed!"; exit ${RC_LINT:-0} ;;
 test-slow) echo "===== 5 passed in 63.00s (0:01:03) ====="; exit ${RC_SLOW:-0} ;;
+dist) echo "sglang-dsv4 0.1.0 of commit 0123456789ab, metadata checked"; exit ${RC_DIST:-0} ;;
 esac
 exit 9
 """
@@ -33,18 +34,19 @@ def test_the_commit_chooses_the_shard_and_closing_lines_come_last(tmp_path: Path
     lines = done.stdout.splitlines()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     asked = [line.removeprefix("asked: ") for line in lines if line.startswith("asked: ")]
-    assert asked[:2] == ["test", "lint"] and asked[2].startswith("test-slow SHARD=") and len(asked) == 3
+    assert asked[:2] == ["test", "lint"] and asked[2].startswith("test-slow SHARD=") and asked[3:] == ["dist"]
     assert asked[2].endswith("/8 MINUTES=20") and (not commit or f"={commit}/8" in asked[2])
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         "test: exit status 0: ===== 3 passed, 1 skipped in 2.00s =====",
         "lint: exit status 0: All checks passed!",
         "slow: exit status 0: ===== 5 passed in 63.00s (0:01:03) =====",
+        "dist: exit status 0: sglang-dsv4 0.1.0 of commit 0123456789ab, metadata checked",
     ]
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("failing", ["RC_TEST", "RC_LINT", "RC_SLOW"])
+@pytest.mark.parametrize("failing", ["RC_TEST", "RC_LINT", "RC_SLOW", "RC_DIST"])
 def test_any_failure_fails_and_the_rest_still_runs(tmp_path: Path, failing: str) -> None:
     done = run(tmp_path, **{failing: "2"})
-    assert done.returncode == 1 and done.stdout.count("asked: ") == 3
+    assert done.returncode == 1 and done.stdout.count("asked: ") == 4
     assert done.stdout.count("exit status 2") == 1

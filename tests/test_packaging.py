@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -11,19 +12,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from release.dist import FOLDERS, source_modules
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"sglang_dsv4": "sglang_dsv4", "dsv4_kernels": "kernels", "dsv4_radix_cache": "radix_cache"}
-
-
-def source_modules() -> set[str]:
-    """Return the dotted import names of every module in the checkout."""
-    names = set()
-    for package, folder in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
-            names.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return names
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +62,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = [name for name in archive.namelist() if ".dist-info/" not in name]
     packed = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
-    assert packed == source_modules() - {"dsv4_kernels", "dsv4_radix_cache"} | {"sglang_dsv4"}
+    assert packed == source_modules(ROOT) - {"dsv4_kernels", "dsv4_radix_cache"} | {"sglang_dsv4"}
 
 
 def test_wheel_has_no_top_level_kernels_module(wheel: Path) -> None:
@@ -76,11 +71,18 @@ def test_wheel_has_no_top_level_kernels_module(wheel: Path) -> None:
         assert {name.split("/")[0] for name in archive.namelist() if ".dist-info" not in name} == set(FOLDERS)
 
 
-def test_a_later_python_may_install_the_wheel(wheel: Path) -> None:
-    """A GPU host with Python 3.12 was refused, although only the CPU set-up (setup_venv.sh) needs 3.11."""
+def test_the_pythons_are_those_of_sglang(wheel: Path) -> None:
+    """SGLang needs 3.11 and has wheels for 3.11 to 3.13; `setup_venv.sh` takes the same, and `make dist` tries them."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
-        assert "Requires-Python: >=3.11\n" in archive.read(name).decode()
+        metadata = archive.read(name).decode()
+    allowed = SpecifierSet(re.search(r"^Requires-Python: (.*)$", metadata, re.M)[1])
+    minors = [minor for minor in range(8, 20) if allowed.contains(f"3.{minor}.9")]
+    assert minors == [11, 12, 13] and Version(importlib.metadata.metadata("sglang")["Requires-Python"][2:]).minor == 11
+    classifiers = re.findall(r"^Classifier: Programming Language :: Python :: 3\.(\d+)$", metadata, re.M)
+    cases = re.search(r"^(3\.\d+(?: \| 3\.\d+)*)\) ;;$", (ROOT / "setup_venv.sh").read_text(), re.M)[1]
+    assert [int(minor) for minor in classifiers] == minors
+    assert [int(case.strip()[2:]) for case in cases.split("|")] == minors
 
 
 @pytest.mark.parametrize("folder", ["kernels", "radix_cache", "tests"])
@@ -100,7 +102,7 @@ def test_wheel_declares_license_entry_points_and_gpu_extra(wheel: Path) -> None:
 
 
 def test_every_module_imports_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    """In a fresh process, outside the checkout, with the wheel's modules in front of the editable install's."""
+    """The process is fresh and outside the checkout, with the wheel's modules in front of the editable install's."""
     code = (
         "import importlib, sys\n"
         "sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"  # the checkout's finder
@@ -111,7 +113,7 @@ def test_every_module_imports_from_the_installed_wheel(installed: Path, tmp_path
         "print(len(modules))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(installed), "PYTHONWARNINGS": "ignore"}
-    names = sorted(source_modules())
+    names = sorted(source_modules(ROOT))
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == str(len(names))
@@ -136,6 +138,21 @@ def test_ruff_is_pinned_to_one_version() -> None:
 def test_requirements_are_pinned_and_name_no_index(name: str) -> None:
     lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
     assert lines and all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("pins", "apart"), [("requirements-cpu.txt", {"torch"}), ("benchmarks/gpu_stack/pack.py", set())]
+)
+def test_pins_are_what_sglang_wants(pins: str, apart: set[str]) -> None:
+    """SGLang allows the versions that we install on a CPU, and pack for a GPU host, of what it requires."""
+    found = re.findall(r"^ *\*?\(?\"?([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", (ROOT / pins).read_text(), re.M)
+    found += re.findall(r"\"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)\"", (ROOT / pins).read_text())
+    ours = {canonicalize_name(name): version for name, version in found}
+    wanted = [Requirement(text) for text in importlib.metadata.requires("sglang")]
+    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    checked = {canonicalize_name(one.name): one.specifier for one in wanted} | {"sglang": SpecifierSet("==0.5.23")}
+    wrong = {name for name, version in ours.items() if name in checked and version not in checked[name]}
+    assert wrong == apart and len(checked.keys() & ours.keys()) > 25 and "transformers" in ours
 
 
 def test_requirements_install_the_sglang_that_was_tested() -> None:

@@ -34,7 +34,7 @@ WHEELS = (
     *("torch==2.14.1", "triton==3.8.0", "torchvision==0.29.1", "nvidia-nccl-cu13==2.30.7"),
     *("sglang==0.5.23", "sglang-kernel==0.4.10", "sgl-deep-gemm==0.2.3.post2", "sgl-flash-mla==1.0.0"),
     *("flashinfer-python==0.7.2", "tilelang==0.1.12", "apache-tvm-ffi==0.1.11", "transformers==5.19.0"),
-    *("nvidia-cutlass-dsl-libs-base==4.8.0", "nvidia-cutlass-dsl-libs-core==4.8.0"),
+    *("nvidia-cutlass-dsl==4.8.0", "nvidia-cutlass-dsl-libs-base==4.8.0", "nvidia-cutlass-dsl-libs-core==4.8.0"),
     *("nvidia-cutlass-dsl-libs-cu13==4.8.0", "deepseek-recipe==0.2.0", "tokenizers==0.23.2", "xgrammar==0.2.7"),
     *("annotated-types==0.8.0", "cffi==2.1.1", "compressed-tensors==0.18.0", "cuda-python==13.4.4", "datasets==5.2.0"),
     *("dill==0.4.1", "distro==1.9.0", "fastapi==0.165.0", "gguf==0.19.0", "httpcore2==2.16.2", "httpx2==2.16.2"),
@@ -59,6 +59,12 @@ UNUSED = (
     *("flashinfer/data/csrc/*sm100*", "flashinfer/data/csrc/*sm12*", "flashinfer/data/csrc/blackwell*"),
     *("flashinfer/data/csrc/fmha_v2*", "flashinfer/data/cutlass/tools/library"),
     *("tilelang/3rdparty/composable_kernel", "nvidia_cutlass_dsl/dsl_packages/iket/profiler"),
+)
+# Globs that must find something after UNUSED is gone: parts that look unused, without which torch or triton does not
+# import.
+NEEDED = (
+    *("torch/bin/torch_shm_manager", "torch/testing/_internal/distributed/*.py", "triton/backends/amd/*.py"),
+    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "nvidia/nccl/lib/libnccl.so.2"),
 )
 FAT_BINARY_MAGIC = 0xBA55ED50
 STRIP_FROM_BYTES = 500_000
@@ -116,10 +122,17 @@ def zero_foreign_cubins(library: Path, keep: int) -> int:
 
 
 def slim(site: Path, keep: int) -> None:
-    """Remove what UNUSED names, then code of other GPUs, then symbols that no linker needs."""
+    """Remove what UNUSED names, then code of other GPUs, then symbols that no linker needs.
+
+    Raises:
+        FileNotFoundError: a pattern of NEEDED finds nothing afterwards.
+    """
     for pattern in UNUSED:
         for found in list(site.glob(pattern)):
             shutil.rmtree(found) if found.is_dir() and not found.is_symlink() else found.unlink(missing_ok=True)
+    missing = [pattern for pattern in NEEDED if not any(site.glob(pattern))]
+    if missing:
+        raise FileNotFoundError(f"{site} lacks {', '.join(missing)}, without which the stack does not import")
     for library in site.rglob("*.so*"):
         if library.is_file() and not library.is_symlink() and library.stat().st_size > STRIP_FROM_BYTES:
             zeroed = zero_foreign_cubins(library, keep)

@@ -6,6 +6,10 @@ parts=$1 stack=$2
 mkdir -p "$stack"
 cat "$parts"/part.* | xz --decompress --stdout --threads=0 | tar --extract --directory "$stack"
 
+# Bytecode once: users who can't write here would compile SGLang anew in each of a server's processes, for a minute. Some
+# files are templates and no Python.
+python3 -m compileall -q -j 0 "$stack" >/dev/null || true
+
 # torch looks for CUDA's libraries in the folder nvidia/ beside it: the host's are linked there, NCCL is the stack's own.
 python3 - "$stack/nvidia" <<'PYTHON'
 import importlib.util

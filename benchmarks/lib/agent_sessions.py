@@ -5,7 +5,7 @@ turn adds an answer with a tool call, the call's result, or a user's question no
 reminder. The answers are written here, not by the model, so every server gets the same prompts. Kinds of requests:
 
     start      the first of a session: the front is stored, if another session has sent it
-    grow       everything that the last request had, and a turn more
+    grow       the last request and one more turn
     moved      the same, but the last request's reminder is gone: a state that the program sends anew each time
     edit       the same, but old tool results were cleared
     subagent   the first of a sub-agent, which shares the front; its further requests are `grow`
@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Program:
-    """What the sessions of one agent program share."""
+    """The parts that the sessions of one agent program share."""
 
     system: str
     tools: tuple[Message, ...]

@@ -11,8 +11,10 @@ GUESS_TOKENS = 65_536
 
 
 def builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, logs: Path) -> int:
-    """Return the built-in's --max-total-tokens for about `size` bytes of KV memory, by the log of a server that starts
-    for this only: its bytes follow from its tokens by its own rules."""
+    """Return the built-in's --max-total-tokens for about `size` bytes of KV memory.
+
+    The built-in computes bytes from tokens by rules of its own, so a server is started, and its log is read.
+    """
     log = logs / "builtin_guess.log"
     with running("builtin", model, (*flags, "--max-total-tokens", str(GUESS_TOKENS)), port, log) as server:
         used, held = server.kv_memory()

@@ -1,12 +1,10 @@
-"""Interleaved timing of calls on a GPU, the card's limits, and its state and package versions for a result."""
+"""Interleaved timing of calls on a GPU, the card's limits, and its state for a result."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from dsv4_kernels.device import dependent_launch
 from lib.attention_inputs import (
     Inputs,
 )
+from lib.versions import versions
 
 L2_BYTES_WITHOUT_GPU = 1 << 16
 Call = Callable[[], Tensor]
@@ -121,19 +120,6 @@ def l2_bytes(device: torch.device) -> int:
 def geometric_mean(values: list[float]) -> float | None:
     """Return the geometric mean, None for an empty list."""
     return round(math.exp(statistics.fmean(map(math.log, values))), 4) if values else None
-
-
-def versions() -> dict[str, str | None]:
-    """Return versions of Python, torch and the packages of the contenders, None where a package is missing."""
-    found: dict[str, str | None] = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    for package in ("nvidia-cutlass-dsl", "sgl-flash-mla", "flashinfer-python", "sglang-dsv4"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    if found["nvidia-cutlass-dsl"] is None and "cutlass" in sys.modules:  # unpacked, not installed
-        found["nvidia-cutlass-dsl"] = sys.modules["cutlass"].__version__
-    return found
 
 
 def gpu_state() -> dict[str, str] | None:

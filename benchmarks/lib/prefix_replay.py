@@ -233,9 +233,10 @@ def tail_engine(
     requests: int = 16,
     chunk_tokens: int = 8192,
     interval_tokens: int = DEFAULT_INTERVAL_TOKENS,
+    drafts: bool = False,
     **cache_options: Any,  # noqa: ANN401 - of `Dsv4PrefixCache`
 ) -> ReplayEngine:
-    """Return an engine with this project's policy: FULL pages and tails."""
+    """Return an engine with this project's policy: FULL pages and tails; keys as with an MTP module if `drafts`."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
@@ -246,7 +247,11 @@ def tail_engine(
     store = TailStore(device_slots, host_slots)
     ledger = Ledger(store, Placement(interval_tokens), ring_rows=128, state_rows=8, strict=True)
     params = CacheInitParams(
-        disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, page_size=PAGE
+        disable=False,
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        is_eagle=drafts,
     )
     return ReplayEngine(Dsv4PrefixCache(params, ledger, **cache_options), allocator, ledger, chunk_tokens)
 

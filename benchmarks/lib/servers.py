@@ -230,18 +230,6 @@ def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
 
-def versions() -> dict[str, str]:
-    """Return versions of the packages that decide speed."""
-    import importlib.metadata
-
-    names = ("sglang-dsv4", "sglang", "torch", "nvidia-cutlass-dsl", "sgl-flash-mla", "sgl-deep-gemm", "sglang-kernel")
-    found = {}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ several at once
 
 

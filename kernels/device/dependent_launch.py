@@ -34,6 +34,11 @@ with the attribute:
    kernel allocates after its wait, when the previous kernel has freed its tensor memory, and before `begin`: a foreign
    next kernel, which may allocate before it waits, then gets only the rest.
 
+6. The CTAs of `all_reduce` wait for CTAs of other GPUs, which each GPU starts in the order of its stream. They wait for
+   none of their own GPU, so the launch needs no slots for all CTAs at once and has the attribute. The kernels that come
+   before it on another GPU wait for nothing that this launch holds. Sums of a group are in one stream on every GPU, in
+   one order; a second stream that waits for the first through an event only is safe.
+
 CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and
 ordinary edges from nodes that are not kernels. Where two streams fork or join (`sglang_dsv4/layers/side_stream.py`) a
 kernel may have several edges of either kind; it starts when all allow it, and its wait covers the kernels at the other

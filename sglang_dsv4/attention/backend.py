@@ -80,7 +80,7 @@ class UniformInputs:
 def reader_of(runner: ModelRunner) -> AttentionReader:
     """Query heads and `index_topk` of this rank's attention, by the runner's model config."""
     config = runner.model_config
-    return AttentionReader(config.num_attention_heads // get_parallel().tp_size, config.hf_config.index_topk)
+    return AttentionReader(config.num_attention_heads // get_parallel().attn_tp_size, config.hf_config.index_topk)
 
 
 class Dsv4AttentionBackend(SnapshotAttentionBackend):
@@ -151,7 +151,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         elif pool.tail_rows is not None and mode.is_extend_without_speculative():
             self._tail_rows = pool.tail_rows  # a draft's prefill runs after the target's, over the same tokens
         if mode.is_idle():
-            self.forward_metadata = self._extend([], [], forward_batch)
+            # Rows that pad a group without requests: as in a graph, each is position 0 of the null slot.
+            null = torch.zeros_like(forward_batch.positions)
+            self.forward_metadata = self._uniform(UniformInputs(null, null, 1), 1)
         elif self._is_uniform(forward_batch):
             inputs = self._uniform_inputs(forward_batch)
             self.forward_metadata = self._uniform(inputs, self._num_pages(forward_batch))
@@ -169,6 +171,10 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """1, the length of a padding request: its one token is at position 0 of the null slot."""
         return 1
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The same; SGLang asks for it where it pads batches on a CPU."""
+        return self.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Do the host's work before a graph's replay: only tails, since the graph reads the runner's buffers itself.

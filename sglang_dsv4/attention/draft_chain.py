@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.model_executor.forward_context import get_attn_backend
+
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 
 if TYPE_CHECKING:
@@ -60,3 +62,16 @@ def create_draft_decode_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4
 def create_draft_extend_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4AttentionBackend]:
     """The backend of a draft's extend step; replaces `DraftBackendFactory._create_dsv4_prefill_backend`."""
     return "dsv4", Dsv4AttentionBackend(factory.draft_model_runner)
+
+
+def plan_padded_batch(result: None, batch: ForwardBatch, runner: ModelRunner) -> None:
+    """After `ForwardBatch.prepare_mlp_sync_batch`: derive the metadata of a draft's step anew, if the batch has grown.
+
+    SGLang asks for the metadata of a draft's eager steps before it pads the batch, and pads it before each step.
+    """
+    planned = batch.forward_metadata_planned_num_tokens
+    if not batch.forward_metadata_ready or len(batch.input_ids) == planned:
+        return
+    backend = get_attn_backend()
+    if isinstance(backend, Dsv4AttentionBackend):
+        backend.init_forward_metadata(batch)

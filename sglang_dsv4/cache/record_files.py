@@ -290,7 +290,7 @@ class RecordFiles(HiCacheStorage):
             raise
 
     def _clear(self, path: Path) -> None:
-        """Delete what stands in a record's place and is no file, or in its folders' places and is no folder."""
+        """Delete a directory or link with the record's name, and files or links with the names of its folders."""
         in_the_way = [place for place in (self.folder, path.parent) if os.path.lexists(place) and not place.is_dir()]
         if path.is_dir() or path.is_symlink():
             in_the_way.append(path)

@@ -9,10 +9,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.seam import compat
+from sglang_dsv4.seam.hooks import FORWARD_IS_ON_CPU
+from sglang_dsv4.seam.install import attribute_set
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -44,3 +49,16 @@ def keep_products(original: Callable[[ModelRunner], None], runner: ModelRunner) 
     """Keep PyTorch's products for DeepSeek-V4 on a CPU: ours are batch-invariant, SGLang's would be Triton kernels."""
     if not (runner.device == "cpu" and compat.is_ours(runner.model_config.hf_config.architectures)):
         original(runner)
+
+
+def pad_on_cpu(original: Callable[..., None], batch: ForwardBatch, runner: ModelRunner) -> None:
+    """Pad a batch for attention data parallelism; SGLang's own function would pin memory, which needs a GPU."""
+    from sglang.srt.model_executor import forward_batch_info
+
+    with attribute_set(forward_batch_info, FORWARD_IS_ON_CPU):
+        original(batch, runner)
+
+
+def is_on_cpu(before: bool, module: ModuleType) -> bool:
+    """The value of ``forward_batch_info._is_cpu``: True, as for SGLang's own CPU engine."""
+    return True

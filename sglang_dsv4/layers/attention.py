@@ -19,7 +19,7 @@ from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.layers.rank_sum import sum_over_ranks
+from sglang_dsv4.layers.rank_sum import sum_attention
 from sglang_dsv4.layers.rope import Rotation
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Multi-query attention over a window and, depending on the kind of layer, compressed entries.
 
-    Under tensor parallelism query heads, sinks and output groups are sharded; the single KV row, the compressor, the
-    indexer and all caches are replicated.
+    Query heads, sinks and output groups are sharded over the ranks that share a request (all ranks of tensor
+    parallelism, or a group of them, see `data_parallel`); the single KV row, the compressor, the indexer and all caches
+    are replicated.
 
     Args:
         config: the model's.
@@ -44,21 +45,21 @@ class Attention(nn.Module):
         prefix: name of this module in the model, for SGLang's quantisation methods.
 
     Raises:
-        ConfigError: the tensor-parallel size does not divide the output groups.
+        ConfigError: the number of ranks that share a request's attention does not divide the output groups.
     """
 
     def __init__(
         self, config: Config, layer_id: int, kind: LayerKind, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
-        tp_size = get_parallel().tp_size
-        if config.o_groups % tp_size:
+        ranks = get_parallel().attn_tp_size
+        if config.o_groups % ranks:
             raise ConfigError(
-                "tp_size", tp_size, f"a divisor of o_groups ({config.o_groups}): an output group is not split"
+                "tp_size / attn_dp_size", ranks, f"a divisor of o_groups ({config.o_groups}): an output group is whole"
             )
         self.config = config
         self.layer_id = layer_id
-        self.num_local_heads = config.num_attention_heads // tp_size
+        self.num_local_heads = config.num_attention_heads // ranks
         heads, dim = config.num_attention_heads, config.head_dim
 
         # Rows of wq_a, then rows of wkv: one product and one quantisation of the input for both.
@@ -72,12 +73,17 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
         self.wq_b = ColumnParallelLinear(
-            config.q_lora_rank, heads * dim, bias=False, quant_config=quant_config, prefix=f"{prefix}.wq_b"
+            config.q_lora_rank,
+            heads * dim,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.wq_b",
+            parallel_group="attn_tp",
         )
         self.kv_norm = RMSNorm(dim, config.rms_norm_eps)
         self.attn_sink = nn.Parameter(torch.empty(self.num_local_heads, dtype=torch.float32), requires_grad=False)
         self.wo_a = GroupedProjection(config)
-        set_weight_attrs(self.attn_sink, {"weight_loader": load_row_shard(get_parallel().tp_rank)})
+        set_weight_attrs(self.attn_sink, {"weight_loader": load_row_shard(get_parallel().attn_tp_rank)})
         self.wo_b = RowParallelLinear(
             config.o_groups * config.o_lora_rank,
             config.hidden_size,
@@ -85,6 +91,7 @@ class Attention(nn.Module):
             reduce_results=False,  # `project` sums over the ranks
             quant_config=quant_config,
             prefix=f"{prefix}.wo_b",
+            parallel_group="attn_tp",
         )
         self.quantises = quantises_once(config)
         self.projection = self.compressor = self.indexer = None
@@ -160,4 +167,4 @@ class Attention(nn.Module):
 
     def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor:
         """The sublayer's output [T, d] for this rank's rows, from the attention's `o [T, local heads, head_dim]`."""
-        return sum_over_ranks(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)
+        return sum_attention(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
 from sglang_dsv4 import env
+from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.linear import Fp8Input, builds_on_cpu, load_row_shard
 from sglang_dsv4.layers.rope import Rotation
@@ -43,6 +44,10 @@ at 128; expanding, cuBLAS, rotation and quantiser take 244 and 247 us. Lines thr
 with 4 and 2 output groups a rank at 480 and 600, with Pro's 16 at 630."""
 FEW_TOKENS = 16
 """MOST_TOKENS where the weight is kept in bf16 as well."""
+MOST_BYTES_OF_GROUPS = 3 << 30
+"""With attention data parallelism each group has the attention's weights: a bf16 form of all layers that takes
+more than this on a rank is not kept beside the FP8 form, and the memory goes to KV. Flash's takes 2.7 GiB /
+attn_tp_size, Pro's 7.6."""
 
 
 def asked() -> str | None:
@@ -93,10 +98,18 @@ def kept(config: Config, generation: int | None, dtype: torch.dtype) -> str:
         return "bf16"
     reason = reason_against(config, generation, dtype)
     if asked() is None:
-        return "both" if reason is None else "bf16"
+        if reason is not None:
+            return "bf16"
+        return "fp8" if data_parallel.is_on() and bf16_bytes(config) > MOST_BYTES_OF_GROUPS else "both"
     if reason is not None:
         raise ConfigError(VARIABLE, asked(), f"bf16: {reason}")
     return asked()
+
+
+def bf16_bytes(config: Config) -> int:
+    """Bytes of the weights of all layers on this rank, in bf16."""
+    channels = config.num_attention_heads * config.head_dim
+    return 2 * config.num_hidden_layers * config.o_lora_rank * channels // get_parallel().attn_tp_size
 
 
 def most_tokens_in_fp8(kept: str) -> int:
@@ -126,9 +139,9 @@ class GroupedProjection(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         parallel = get_parallel()
-        self.groups, self.head_dim = config.o_groups // parallel.tp_size, config.head_dim
+        self.groups, self.head_dim = config.o_groups // parallel.attn_tp_size, config.head_dim
         shape = self.groups, config.o_lora_rank, config.num_attention_heads * self.head_dim // config.o_groups
-        load_own_rows = load_row_shard(parallel.tp_rank)
+        load_own_rows = load_row_shard(parallel.attn_tp_rank)
         generation = None if builds_on_cpu() else torch.cuda.get_device_capability()[0]
         self.kept = kept(config, generation, torch.get_default_dtype())
         if self.kept == "bf16":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import RowShards
@@ -48,7 +49,9 @@ class HyperConnection(nn.Module):
         self.iterations = config.hc_sinkhorn_iters
         self.quantises = quantises_once(config)
 
-    def forward(self, pending: Pending, norm: RMSNorm, rows: RowShards) -> tuple[SublayerInput, Pending]:
+    def forward(
+        self, pending: Pending, norm: RMSNorm, rows: RowShards | RowsOfAllGroups
+    ) -> tuple[SublayerInput, Pending]:
         """Write the last sublayer's output back and mix the streams into this sublayer's input (sections 2.2, 2.3).
 
         Args:
@@ -57,9 +60,10 @@ class HyperConnection(nn.Module):
             rows: this rank's share of the rows in `pending`.
 
         Returns:
-            the normed input of all tokens; and the `Pending` of this sublayer, still without its output.
+            the normed input of all tokens, or of the tokens of all groups; and the `Pending` of this sublayer, still
+            without its output.
         """
-        fp8 = self.quantises and rows.is_whole  # a rank's own rows are gathered in bf16, and quantised after that
+        fp8 = self.quantises and rows.is_whole  # other rows are gathered in bf16, and quantised after that
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
         streams, output, post, comb = pending
         if output is None:
@@ -67,10 +71,13 @@ class HyperConnection(nn.Module):
         else:
             streams, *made = hc_boundary(output, streams, post, comb, *coefficients, fp8=fp8)
         x, post, comb, *codes = made
+        made = SublayerInput(x, Fp8Input(*codes)) if codes else self.gathered(x, rows)
+        return made, Pending(streams, None, post, comb)
+
+    def gathered(self, x: Tensor, rows: RowShards | RowsOfAllGroups) -> SublayerInput:
+        """A sublayer's input, gathered from every rank's own normed rows `x [T, d]`."""
         x = rows.gather(x)
-        if self.quantises and not codes:
-            codes = Fp8Input.of(x)
-        return SublayerInput(x, Fp8Input(*codes) if codes else None), Pending(streams, None, post, comb)
+        return SublayerInput(x, Fp8Input.of(x) if self.quantises and len(x) else None)
 
 
 class HyperConnectionHead(nn.Module):

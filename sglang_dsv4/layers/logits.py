@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.distributed.utils import all_gather_single
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.linear import linear_fp32
@@ -37,7 +39,10 @@ def mark_rows_not_finite(logits: Tensor) -> None:
 def build_lm_head(config: Config, prefix: str) -> ParallelLMHead:
     """The output matrix [V, d], sharded over the vocabulary; fp32 on a CPU, which has no product of bf16 into fp32."""
     dtype = torch.float32 if builds_on_cpu() else None
-    return ParallelLMHead(config.vocab_size, config.hidden_size, params_dtype=dtype, prefix=prefix)
+    own_group = get_parallel().enable_dp_lm_head  # with attention data parallelism: a group makes its own logits
+    return ParallelLMHead(
+        config.vocab_size, config.hidden_size, params_dtype=dtype, prefix=prefix, use_attn_tp_group=own_group
+    )
 
 
 class Fp32LogitsProcessor(LogitsProcessorWithHead):
@@ -55,6 +60,18 @@ class Fp32LogitsProcessor(LogitsProcessorWithHead):
         return output
 
     def lm_head_logits(self, hidden_states: Tensor, lm_head: ParallelLMHead) -> Tensor:
-        """Logits [T, V / tp] fp32 of `hidden_states [T, d]` for this rank's rows of the head."""
+        """Logits [T, V / ranks] fp32 of `hidden_states [T, d]` for this rank's rows of the head."""
+        if not len(hidden_states):  # a group without requests, see `data_parallel`
+            return hidden_states.new_empty(0, len(lm_head.weight), dtype=torch.float32)
         # On a GPU the operands are bf16, whose products fp32 holds without rounding.
         return linear_fp32(hidden_states if hidden_states.is_cuda else hidden_states.float(), lm_head.weight)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Logits [T, V] of this group's rows, from those [T, V / attn_tp_size] of each rank's rows of the head."""
+        if not len(logits):
+            return logits.new_empty(0, self.vocab_size)
+        parallel = get_parallel()
+        gathered = logits.new_empty(parallel.attn_tp_size * logits.shape[0], logits.shape[1])
+        all_gather_single(gathered, logits.contiguous(), group=parallel.attn_tp_group.device_group)
+        by_rank = gathered.unflatten(0, (parallel.attn_tp_size, -1))
+        return by_rank.transpose(0, 1).flatten(1)[:, : self.vocab_size].contiguous()

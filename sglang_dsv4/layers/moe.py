@@ -10,21 +10,22 @@ from sglang.srt.layers.moe import get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
+from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
-from sglang_dsv4.weights.host_part import HostPart, Part
+from sglang_dsv4.weights.updates.host_part import HostPart
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -63,76 +64,34 @@ class Gate(nn.Module):
         return route_topk_logits(logits, self.bias, self.top_k, self.scale)
 
 
-class ReferenceExperts(nn.Module):
-    """Routed experts over dequantised weights, for a CPU. Parameters and loader are named as in SGLang's `FusedMoE`.
+class ReferenceExperts(LocalExperts):
+    """Routed experts over dequantised weights, for a CPU.
 
-    The rank holds `E / moe_ep_size` experts, with `I / moe_tp_size` intermediate channels each:
-    `w13_weight [E_local, 2 * I_local, d]` (w1's rows first), `w2_weight [E_local, d, I_local]`, model dtype.
+    Parameters: `w13_weight [E_local, 2 * I_local, d]` and `w2_weight [E_local, d, I_local]`, model dtype.
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        parallel = get_parallel()
-        shares = {"n_routed_experts": parallel.moe_ep_size, "moe_intermediate_size": parallel.moe_tp_size}
+        super().__init__(config)
+        shares = {"n_routed_experts": self.expert_ranks, "moe_intermediate_size": self.channel_ranks}
         for field, ranks in shares.items():
             if getattr(config, field) % ranks:
                 raise ConfigError(field, getattr(config, field), f"a multiple of the {ranks} ranks that share it")
         # A rank's channels must be whole quantisation blocks: a cut block would get another scale.
         block = config.activation_block or 1
-        if parallel.moe_tp_size > 1 and config.moe_intermediate_size // parallel.moe_tp_size % block:
-            accepted = f"a multiple of {block} for each of {parallel.moe_tp_size} ranks, with FP8 activations on"
+        if self.channel_ranks > 1 and self.num_local_channels % block:
+            accepted = f"a multiple of {block} for each of {self.channel_ranks} ranks, with FP8 activations on"
             raise ConfigError("moe_intermediate_size", config.moe_intermediate_size, accepted)
         self.swiglu_limit = config.swiglu_limit
         self.activation_block = config.activation_block
-        self.num_local_experts = config.n_routed_experts // parallel.moe_ep_size
-        self.first_local_expert = parallel.moe_ep_rank * self.num_local_experts
-        self.num_local_channels = config.moe_intermediate_size // parallel.moe_tp_size
-        self.first_local_channel = parallel.moe_tp_rank * self.num_local_channels
         experts, channels, d = self.num_local_experts, self.num_local_channels, config.hidden_size
-        self.w13_weight = nn.Parameter(torch.empty(experts, 2 * channels, d), requires_grad=False)
-        self.w2_weight = nn.Parameter(torch.empty(experts, d, channels), requires_grad=False)
-        for weight in (self.w13_weight, self.w2_weight):
-            set_weight_attrs(weight, {"weight_loader": self.weight_loader})
+        self.add_parameter("w13_weight", torch.empty(experts, 2 * channels, d))
+        self.add_parameter("w2_weight", torch.empty(experts, d, channels))
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
-        """Copy this rank's part of one expert's matrix into a parameter.
+    def _new_part(self, param: nn.Parameter, matrix: str, local_expert: int) -> HostPart:
+        return HostPart(param.data[local_expert])
 
-        Args:
-            param: `w13_weight` or `w2_weight`.
-            loaded: w1, w3 [I, d] or w2 [d, I], any floating dtype.
-            name: of the tensor in the checkpoint.
-            shard_id: "w1", "w2" or "w3".
-            expert_id: number of the expert among the experts of all ranks.
-        """
-        if (place := self._place(loaded, shard_id, expert_id)) is not None:
-            local_expert, rows, part = place
-            param.data[local_expert, rows].copy_(part)
-
-    def stage(
-        self, parts: dict[str, Part], param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int
-    ) -> None:
-        """Copy this rank's part of one expert's matrix into host memory; arguments as for `weight_loader`.
-
-        Args:
-            parts: the parts of this module that a weight update has, by name; a part is added if it has none.
-        """
-        if (place := self._place(loaded, shard_id, expert_id)) is not None:
-            local_expert, rows, part = place
-            key = f"{'w2' if shard_id == 'w2' else 'w13'}.{local_expert}"
-            if key not in parts:
-                parts[key] = HostPart(param.data[local_expert])
-            parts[key].value[rows].copy_(part)
-
-    def _place(self, loaded: Tensor, shard_id: str, expert_id: int) -> tuple[int, slice, Tensor] | None:
-        """The local expert, its parameter's rows and this rank's part of a matrix; None for another rank's expert."""
-        local_expert = expert_id - self.first_local_expert
-        if not 0 <= local_expert < self.num_local_experts:
-            return None
-        channels = slice(self.first_local_channel, self.first_local_channel + self.num_local_channels)
-        if shard_id == "w2":
-            return local_expert, slice(None), loaded[:, channels]
-        half = 0 if shard_id == "w1" else self.num_local_channels
-        return local_expert, slice(half, half + self.num_local_channels), loaded[channels]
+    def _put(self, part: HostPart, param: nn.Parameter, rows: slice, values: Tensor) -> None:
+        part.value[rows].copy_(values)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """This rank's part of the routed experts' sum: [T, d] fp32."""
@@ -243,14 +202,17 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
+    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS) -> Tensor:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `input_ids [T]`.
 
-        The sum over experts is fp32, see `rank_sum`.
+        `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is
+        fp32, see `rank_sum`.
         """
         x = given.rows
+        if not len(x):
+            return x
         (weights, experts), shared = side_by_side(
-            lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(input_ids)
+            lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(x)
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):

@@ -10,14 +10,12 @@ import time
 
 import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
-from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
 from sglang_dsv4.layers.after_loading import AfterLoading
+from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
-from sglang_dsv4.weights.host_part import Part
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +28,8 @@ def is_chosen() -> bool:
     return get_moe_runner_backend().value == RUNNER
 
 
-class PackedExperts(nn.Module):
-    """This rank's routed experts. Parameters and loader are named as in SGLang's `FusedMoE`.
+class PackedExperts(LocalExperts):
+    """This rank's routed experts, in four parameters: codes and scales of both matrices, packed as they are stored.
 
     After loading the weights are rearranged in place for the kernels: the parameters keep their shapes, but their
     values are no longer in the checkpoint's order. Loading again overwrites all of them.
@@ -41,78 +39,33 @@ class PackedExperts(nn.Module):
     """
 
     def __init__(self, config: Config, prefix: str) -> None:
-        super().__init__()
-        parallel = get_parallel()
+        super().__init__(config)
         d = config.hidden_size
         reason = reason_against(
             torch.cuda.get_device_capability(),
             not config.nvfp4_experts,
             d,
             config.moe_intermediate_size,
-            parallel.moe_tp_size,
+            self.channel_ranks,
         )
         if reason is not None:
             raise ConfigError("moe_runner_backend", RUNNER, f"another one: {reason}")
         self.prefix, self.swiglu_limit = prefix, config.swiglu_limit
-        self.num_local_experts = config.n_routed_experts // parallel.moe_ep_size
-        self.first_local_expert = parallel.moe_ep_rank * self.num_local_experts
-        self.channel_rank = parallel.moe_tp_rank
-        channels = config.moe_intermediate_size // parallel.moe_tp_size
+        channels = self.num_local_channels
         for name, rows, k in (("w13_weight", 2 * channels, d), ("w2_weight", d, channels)):
             codes = random_codes(self.num_local_experts, rows, k // 2)
             scale = torch.full((self.num_local_experts, rows, k // GROUP), 127, dtype=torch.uint8)
             for suffix, tensor in (("", codes), ("_scale_inv", scale.view(torch.float8_e8m0fnu))):
-                parameter = nn.Parameter(tensor, requires_grad=False)
-                set_weight_attrs(parameter, {"weight_loader": self.weight_loader})
-                self.register_parameter(name + suffix, parameter)
+                self.add_parameter(name + suffix, tensor)
         self.quant_method = AfterLoading(self.arrange, derives=False)
         self.arranged, self.seconds = None, 0.0
 
-    def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
-        """Copy this rank's part of one expert's codes or scales into a parameter.
-
-        Args:
-            param: one of the four parameters.
-            loaded: codes or scales of w1, w3 [I, d] or w2 [d, I], packed as they are stored.
-            name: of the tensor in the checkpoint.
-            shard_id: "w1", "w2" or "w3".
-            expert_id: number of the expert among the experts of all ranks.
-        """
-        if (place := self._place(param, loaded, shard_id, expert_id)) is not None:
-            local_expert, rows, part = place
-            param.data[local_expert, rows].copy_(part)
-
-    def stage(
-        self, parts: dict[str, Part], param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int
-    ) -> None:
-        """Copy this rank's part of one expert's codes or scales into host memory; arguments as for `weight_loader`.
-
-        Args:
-            parts: the parts of this module that a weight update has, by name; a part is added if it has none.
-        """
-        if (place := self._place(param, loaded, shard_id, expert_id)) is None:
-            return
-        local_expert, rows, part = place
-        matrix = "w2" if shard_id == "w2" else "w13"
+    def _new_part(self, param: nn.Parameter, matrix: str, local_expert: int) -> PackedPart:
         weight, scale = getattr(self, f"{matrix}_weight"), getattr(self, f"{matrix}_weight_scale_inv")
-        key = f"{matrix}.{local_expert}"
-        if key not in parts:
-            parts[key] = PackedPart(weight.data[local_expert], scale.data[local_expert], gate_up=matrix == "w13")
-        parts[key].put(param is scale, rows, part)
+        return PackedPart(weight.data[local_expert], scale.data[local_expert], gate_up=matrix == "w13")
 
-    def _place(
-        self, param: nn.Parameter, loaded: Tensor, shard_id: str, expert_id: int
-    ) -> tuple[int, slice, Tensor] | None:
-        """The local expert, its parameter's rows and this rank's part of a matrix; None for another rank's expert."""
-        local_expert = expert_id - self.first_local_expert
-        if not 0 <= local_expert < self.num_local_experts:
-            return None
-        rows, width = param.shape[1:]
-        if shard_id == "w2":
-            return local_expert, slice(0, rows), loaded[:, self.channel_rank * width : (self.channel_rank + 1) * width]
-        first, rows = 0 if shard_id == "w1" else rows // 2, rows // 2
-        part = loaded[self.channel_rank * rows : (self.channel_rank + 1) * rows]
-        return local_expert, slice(first, first + rows), part
+    def _put(self, part: PackedPart, param: nn.Parameter, rows: slice, values: Tensor) -> None:
+        part.put(param is self.w13_weight_scale_inv or param is self.w2_weight_scale_inv, rows, values)
 
     def arrange(self) -> None:
         """Rearrange the loaded weights, in place, into the order that the kernels read."""

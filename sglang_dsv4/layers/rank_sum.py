@@ -10,8 +10,14 @@ fp32 and rounds once without the shared expert and once with it, as a single ran
 and costs an error of some 0.3 % of a token's row; bf16 activations cost this sublayer 1.4 % (specification, section
 11.1). On a CPU, and under the flag, the parts are fp32.
 
+With `SGLANG_DSV4_ALL_REDUCE=auto` or `ours`, parts of up to a few MB are summed by our own kernel (`peer_sums`), in the
+order of the ranks with and without the flag.
+
 Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
 flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.
+
+With attention data parallelism (`data_parallel`) the attention's parts are summed within a group of ranks, and the
+experts' parts by the rows' owners.
 """
 
 from __future__ import annotations
@@ -22,12 +28,14 @@ from sglang.srt.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from sglang.srt.distributed.utils import reduce_scatter_single
+from sglang.srt.distributed.utils import all_gather_single, reduce_scatter_single
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.determinism import flag
+from sglang_dsv4.layers import data_parallel, peer_sums
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.sequence_parallel import RowShards
 
 
@@ -36,21 +44,40 @@ def dtype_of_parts(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if flag.is_on() or device.type == "cpu" else dtype
 
 
-def sum_over_ranks(part: Tensor, rows: RowShards) -> Tensor:
+def sum_attention(part: Tensor, rows: RowShards) -> Tensor:
+    """The sum of the attention's parts over the ranks that share its heads; arguments as for `sum_over_ranks`."""
+    if not data_parallel.is_on():
+        return sum_over_ranks(part, rows)
+    parallel = get_parallel()
+    if parallel.attn_tp_size == 1:
+        return part
+    if not flag.is_on():
+        return parallel.attn_tp_group.all_reduce(part)
+    parts = part.new_empty(parallel.attn_tp_size * part.shape[0], *part.shape[1:])
+    all_gather_single(parts, part.contiguous(), group=parallel.attn_tp_group.device_group)
+    return sum_in_order(parts.unflatten(0, (parallel.attn_tp_size, -1)))
+
+
+def sum_over_ranks(part: Tensor, rows: RowShards | RowsOfAllGroups) -> Tensor:
     """The sum of all ranks' parts, in their dtype. Without the flag `part` may be overwritten.
 
     Args:
-        part: [T, d], this rank's.
+        part: [T, d], this rank's; of the rows of all groups with attention data parallelism.
         rows: this rank's share of the rows of the sum.
 
     Returns:
-        [T, d], or [rows.size, d] where rows are sharded.
+        [T, d], [rows.size, d] where rows are sharded, or the rows of this rank's group.
     """
+    if isinstance(rows, RowsOfAllGroups):
+        return rows.sum(part)
     ranks = get_parallel().tp_size
     if ranks == 1:
         return part
     if not rows.is_whole:
         return _sum_of_own_rows(part, rows)
+    summed = peer_sums.total(part)
+    if summed is not None:
+        return summed
     if not flag.is_on():
         return tensor_model_parallel_all_reduce(part)
     return sum_in_order(tensor_model_parallel_all_gather(part.contiguous(), 0).unflatten(0, (ranks, -1)))

@@ -15,8 +15,9 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_dsv4.determinism import checks
-from sglang_dsv4.layers import sequence_parallel
+from sglang_dsv4.layers import data_parallel, peer_sums, sequence_parallel
 from sglang_dsv4.layers.attention import Attention
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
@@ -25,8 +26,8 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
-from sglang_dsv4.weights.staging import WeightUpdate, load_weights
 from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
+from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -42,13 +43,20 @@ def check_server_options() -> None:
         ValueError: an environment variable has an invalid value.
     """
     sequence_parallel.is_on()
+    peer_sums.choice()
     dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")
     parallel = get_parallel()
-    for option, size in (("pp_size", parallel.pp_size), ("attention dp_size", parallel.attn_dp_size)):
-        if size != 1:
-            raise ConfigError(option, size, "1 (use tensor and expert parallelism: --tp-size, --ep-size)")
+    if parallel.pp_size != 1:
+        raise ConfigError("pp_size", parallel.pp_size, "1 (use tensor and expert parallelism: --tp-size, --ep-size)")
+
+
+def build_embedding(config: Config, prefix: str) -> VocabParallelEmbedding:
+    """The embedding, sharded over the ranks that compute the same rows."""
+    return VocabParallelEmbedding(
+        config.vocab_size, config.hidden_size, prefix=prefix, use_attn_tp_group=data_parallel.is_on()
+    )
 
 
 def mean_of_streams(streams: Tensor) -> Tensor:
@@ -86,6 +94,7 @@ class Block(nn.Module):
         positions: Tensor,
         input_ids: Tensor,
         rows: RowShards = ALL_ROWS,
+        of_experts: RowsOfAllGroups | None = None,
         taps: list[Tensor] | None = None,
     ) -> Pending:
         """Run both sublayers.
@@ -93,8 +102,9 @@ class Block(nn.Module):
         Args:
             pending: streams and output of the layer before, for this rank's rows.
             positions: [T] int64.
-            input_ids: [T].
+            input_ids: [T]; of the rows of all groups, if `of_experts` is given.
             rows: this rank's share of the rows.
+            of_experts: the rows that the experts get, with attention data parallelism.
             taps: list to which the mean over the complete streams of the layer before is appended, for `rows`.
 
         Returns:
@@ -104,8 +114,12 @@ class Block(nn.Module):
         if taps is not None:
             taps.append(mean_of_streams(pending.streams))
         pending = pending.with_output(self.attn(x, positions, rows))
-        x, pending = self.hc_ffn(pending, self.ffn_norm, rows)
-        return pending.with_output(self.ffn(x, input_ids, rows))
+        x, pending = self.hc_ffn(pending, self.ffn_norm, of_experts or rows)
+        return pending.with_output(self.ffn(x, input_ids, of_experts or rows))
+
+    def serve_other_groups(self, no_rows: Tensor, input_ids: Tensor, of_experts: RowsOfAllGroups) -> None:
+        """Compute this rank's part of the experts' sums in a forward without a row `no_rows [0, d]` of its own."""
+        self.ffn(self.hc_ffn.gathered(no_rows, of_experts), input_ids, of_experts)
 
 
 class DeepseekV4Model(nn.Module):
@@ -116,7 +130,7 @@ class DeepseekV4Model(nn.Module):
         self.hc_mult = config.hc_mult
         self.tapped_layers: tuple[int, ...] = ()
         """Layers whose complete streams a DSpark draft reads, in rising order."""
-        self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed")
+        self.embed = build_embedding(config, f"{prefix}.embed")
         self.layers = nn.ModuleList(
             Block(
                 config,
@@ -132,24 +146,41 @@ class DeepseekV4Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, input_embeds: Tensor | None, rows: RowShards
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        input_embeds: Tensor | None,
+        rows: RowShards,
+        of_experts: RowsOfAllGroups | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Run all layers.
+        """Run all layers; without tokens of its own, a rank only computes its part of the experts' sums.
 
         Returns:
             the normed rows [T, d] from which the logits are made; the streams from which they were mixed, for an MTP
             draft, [T, n * d] for this rank's rows; and the means [T, d] of the tapped layers' streams, for a DSpark
             draft.
         """
+        ids_of_experts = input_ids if of_experts is None else of_experts.gather(input_ids)
+        if of_experts is not None and not len(positions):
+            return self._serve_other_groups(ids_of_experts, of_experts)
         embedded = rows.take(self.embed(input_ids) if input_embeds is None else input_embeds)
         pending, taps = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)), []
         for layer_id, layer in enumerate(self.layers):
             # A layer's output is written back at the start of the next layer.
-            pending = layer(pending, positions, input_ids, rows, taps if layer_id - 1 in self.tapped_layers else None)
+            tapped = taps if layer_id - 1 in self.tapped_layers else None
+            pending = layer(pending, positions, ids_of_experts, rows, of_experts, tapped)
         streams, row = self.hc_head(pending, self.norm)
         if len(self.layers) - 1 in self.tapped_layers:
             taps.append(mean_of_streams(streams))
         return rows.gather(row), streams.flatten(1), [rows.gather(tap) for tap in taps]
+
+    def _serve_other_groups(
+        self, input_ids: Tensor, of_experts: RowsOfAllGroups
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        no_rows = self.embed.weight[:0]
+        for layer in self.layers:
+            layer.serve_other_groups(no_rows, input_ids, of_experts)
+        return no_rows, no_rows.repeat(1, self.hc_mult), [no_rows for _ in self.tapped_layers]
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -164,7 +195,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         ConfigError: a value in the config or a server option can't be served.
 
     Attributes:
-        weight_update: the update that is open, see `weights.staging`.
+        weight_update: the update that is open, see `weights.updates.staging`.
         weights_are_lost: whether the memory of the weights was released and has no values now.
     """
 
@@ -182,6 +213,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.logits_processor = Fp32LogitsProcessor(config)
         self.start_layer, self.end_layer = 0, self.dsv4_config.num_hidden_layers
         checks.check_model(self)
+        peer_sums.set_up(self.lm_head.weight.device)
 
     @torch.no_grad()
     def forward(
@@ -200,7 +232,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
         """
         rows = sequence_parallel.of_forward(forward_batch.forward_mode, positions.shape[0])
-        hidden_states, streams, taps = self.model(input_ids, positions, input_embeds, rows)
+        of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
+        hidden_states, streams, taps = self.model(input_ids, positions, input_embeds, rows, of_experts)
         for_draft = {}
         if taps:
             for_draft["aux_hidden_states"] = taps

@@ -23,14 +23,16 @@ from torch import Tensor, nn
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm_rope_store import Destination
 from sglang_dsv4.determinism import checks
+from sglang_dsv4.layers import data_parallel
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models.deepseek_v4 import Block, check_server_options
-from sglang_dsv4.weights.staging import WeightUpdate, load_weights
 from sglang_dsv4.weights.tensor_table import TensorTable, dspark_tensors
+from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
@@ -85,11 +87,18 @@ class DSparkModel(nn.Module):
         self.norm = RMSNorm(d, eps)
         self._quantises = quantises_once(config)
 
-    def forward(self, streams: Tensor, positions: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, streams: Tensor, positions: Tensor, input_ids: Tensor, of_experts: RowsOfAllGroups | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Streams [T, n, d] and normed rows [T, d] after the stages, from a block's `streams [T, n, d]`."""
+        if of_experts is not None and not len(positions):
+            no_rows = streams.flatten(1)[:, : streams.shape[-1]]
+            for stage in self.stages:
+                stage.serve_other_groups(no_rows, input_ids, of_experts)
+            return streams, no_rows
         pending = Pending(streams)
         for stage in self.stages:
-            pending = stage(pending, positions, input_ids)
+            pending = stage(pending, positions, input_ids, of_experts=of_experts)
         return self.hc_head(pending, self.norm)
 
     def store_context(self, taps: Tensor, rows: Tensor, positions: Tensor, pool: Dsv4KVPool) -> None:
@@ -188,7 +197,8 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
             in `hidden_states` the rows [T, d] for `compute_base_logits`; no logits.
         """
         streams = self.forward_embed(input_ids) if input_embeds is None else input_embeds
-        _, rows = self.model(streams, positions, input_ids)
+        of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
+        _, rows = self.model(streams, positions, input_ids, of_experts)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=rows)
 
     def compute_base_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

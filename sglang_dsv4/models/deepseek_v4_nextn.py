@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import Tensor, nn
 
 from sglang_dsv4.determinism import checks
+from sglang_dsv4.layers import data_parallel
+from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config, quantises_once
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import LayerKind
-from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, check_server_options
+from sglang_dsv4.models.deepseek_v4 import Block, DeepseekV4ForCausalLM, build_embedding, check_server_options
 from sglang_dsv4.weights.tensor_table import TensorTable, mtp_tensors
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class DeepseekV4ModelNextN(nn.Module):
         d, eps = config.hidden_size, config.rms_norm_eps
         linear_config = quantised_linear_config(config, quant_config)
         self.hc_mult = config.hc_mult
-        self.embed = VocabParallelEmbedding(config.vocab_size, d, prefix=f"{prefix}.embed")
+        self.embed = build_embedding(config, f"{prefix}.embed")
         self.enorm = RMSNorm(d, eps)
         self.hnorm = RMSNorm(d, eps)
         self.e_proj = ReplicatedLinear(d, d, bias=False, quant_config=linear_config, prefix=f"{prefix}.e_proj")
@@ -48,7 +49,12 @@ class DeepseekV4ModelNextN(nn.Module):
         self._quantises = quantises_once(config)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, streams: Tensor, input_embeds: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        streams: Tensor,
+        input_embeds: Tensor | None = None,
+        of_experts: RowsOfAllGroups | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The normed rows [T, d] from which the logits are made, and their streams [T, n * d].
 
@@ -57,12 +63,18 @@ class DeepseekV4ModelNextN(nn.Module):
             positions: [T] int64, t.
             streams: [T, n * d], of token t: the target's or, later in a chain, this module's own.
             input_embeds: [T, d], in place of the embedding's rows.
+            of_experts: the rows that the experts get, with attention data parallelism.
         """
+        if of_experts is not None and not len(positions):
+            no_rows = self.embed.weight[:0]
+            self.decoder.serve_other_groups(no_rows, input_ids, of_experts)
+            return no_rows, no_rows.repeat(1, self.hc_mult)
         embedded = self.embed(input_ids) if input_embeds is None else input_embeds
         streams = streams.unflatten(-1, (self.hc_mult, -1))
         e = self.e_proj(self.enorm.of_linear(embedded, self._quantises))[0]
         h = self.h_proj(self.hnorm.of_linear(streams.flatten(0, 1), self._quantises))[0].view_as(streams)
-        streams, row = self.hc_head(self.decoder(Pending(e.unsqueeze(1) + h), positions, input_ids), self.norm)
+        pending = self.decoder(Pending(e.unsqueeze(1) + h), positions, input_ids, of_experts=of_experts)
+        streams, row = self.hc_head(pending, self.norm)
         return row, streams.flatten(1)
 
 
@@ -99,7 +111,8 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
     ) -> LogitsProcessorOutput:
         """Logits of a batch, as in the target. Token t's streams [T, n * d] are `spec_info.hidden_states`."""
         streams = forward_batch.spec_info.hidden_states
-        hidden_states, streams = self.model(input_ids, positions, streams, input_embeds)
+        of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
+        hidden_states, streams = self.model(input_ids, positions, streams, input_embeds, of_experts)
         return self.logits_processor(
             input_ids, hidden_states, self.lm_head, forward_batch, hidden_states_before_norm=streams
         )

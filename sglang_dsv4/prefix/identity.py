@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 import dsv4_kernels
@@ -40,13 +41,15 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TierSlots, ran
     """
     config, arguments = runner.model.dsv4_config, runner.server_args
     device, geometry = torch.device(runner.device), runner.token_to_kv_pool.geometry
+    # Groups of attention data parallelism share their records. TP without groups keeps the name that its records have.
+    groups = f", groups {parallel.attn_dp_size}" if (parallel := get_parallel()).attn_dp_size > 1 else ""
     attention = chosen_implementation(device, geometry.dtype, geometry.row_dim)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "model": blake2b(repr(config).encode(), digest_size=8).hexdigest(),
         "draft": arguments.speculative_algorithm or "none",
         "weights": blake2b(" ".join(ranks).encode(), digest_size=16).hexdigest(),
-        "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}",
+        "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}" + groups,
         "quantisers": repr(config.qat),
         "dtype": str(geometry.dtype),
         "rows": f"{records.fingerprint} {geometry.row_format.value}",

@@ -46,7 +46,7 @@ from sglang_dsv4.prefix.tier_setup import log_host_memory, open_storage, write_p
 from sglang_dsv4.seam.bases import RankedRadixCache
 from sglang_dsv4.seam.hook_kinds import NAME
 from sglang_dsv4.seam.hooks import TREE_CORE
-from sglang_dsv4.seam.install import install_once
+from sglang_dsv4.seam.install import install
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -118,7 +118,7 @@ class Dsv4PrefixCache(RankedRadixCache):
         """SGLang's parameters with the tree's components and its core."""
         if self.ledger is None:
             return dataclasses.replace(params, tree_components=(ComponentType.FULL,))
-        install_once(TREE_CORE)
+        install(TREE_CORE)
         nodes = partial(TailNodes, ledger=self.ledger, host=self.host, on_attached=self._tail_attached)
         return dataclasses.replace(
             params,

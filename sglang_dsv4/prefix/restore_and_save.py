@@ -60,7 +60,7 @@ class LaggingBegins:
         self._done = torch.cuda.Event() if self._on_gpu else None
 
     def note(self, batch: HostBatch, generations: list[int]) -> None:
-        """Start the copy of a step's begins, after `pop` has returned those of the step before."""
+        """Start the copy of the first positions of a step; call it after `pop` has returned the previous step's."""
         self._steps = list(zip(batch.slots, generations, batch.counts, strict=True))
         # Converted first: a copy that also converts uses temporary memory of its own.
         begins = batch.begins[: len(self._steps)].long()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,7 @@ from dsv4_radix_cache.ledger import Ledger, Match
 from dsv4_radix_cache.pages import PAGE_TOKENS, whole_pages
 from sglang_dsv4.prefix.host_tier import HostTier
 from sglang_dsv4.prefix.request_state import TAIL, chain_of, match_of, set_match, show_report, tail_receipt
+from sglang_dsv4.prefix.stored_prefix import stored_tokens
 from sglang_dsv4.seam.bases import PassiveTreeComponent
 
 if TYPE_CHECKING:
@@ -132,7 +134,8 @@ class TailNodes(PassiveTreeComponent):
             host_tokens = self.host_hit_tokens(key, req, result.device_prefix_len)
             result = self.tree_core.with_host_hit(result, host_tokens)
         if req is not None:
-            tokens = len(key.token_ids)
+            tokens, last = len(key.token_ids), result.last_visited_node_id
+            node = self.tree_core.root_node if last is None else self.tree_core.node_by_id(last)
             match = Match(
                 prompt_tokens=tokens,
                 tail_id=self._id_at.get(result.best_match_node),
@@ -140,6 +143,7 @@ class TailNodes(PassiveTreeComponent):
                 block_tokens=result.full_kv_hit_length,
                 limit_tokens=tokens if key.limit is None else key.limit,
                 salted=req.extra_key is not None or req.cache_salt is not None,
+                stored=partial(stored_tokens, node, result.full_kv_hit_length, key),
             )
             set_match(req, match)
         return result

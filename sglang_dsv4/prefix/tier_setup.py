@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-from sglang.srt.runtime_context import get_memory
+from sglang.srt.runtime_context import get_memory, get_parallel
 
 from dsv4_radix_cache.pages import PAGE_TOKENS
 from sglang_dsv4.cache.checked_storage import READ_SLOTS, CheckedStorage, StagedRecords, stage
@@ -62,19 +62,19 @@ def open_storage(
         nodes: the tails on the tree's nodes.
         least_of_ranks: the least of each number over the ranks.
     """
-    memory, group, pool = get_memory(), get_tp_group(), runner.token_to_kv_pool
+    memory, parallel, pool = get_memory(), get_parallel(), runner.token_to_kv_pool
     name = memory.hicache_storage_backend
     extra, threshold, timeout_s, timeout_s_per_ki_token, _ = HybridCacheController.parse_storage_backend_extra_config(
         memory.hicache_storage_backend_extra_config
     )
 
-    writes, sizes = group.rank_in_group == 0, (host.copies.records.memory.shape[1], pool.tail_memory.slot_bytes)
+    writes, sizes = parallel.attn_tp_rank == 0, (host.copies.records.memory.shape[1], pool.tail_memory.slot_bytes)
 
     @cache
     def connection() -> tuple[HiCacheStorage, StagedRecords | None]:
         """One connection for the server's life: a flush empties this server, not the storage backend."""
         staged = StagedRecords(READ_SLOTS + 1, max(sizes))
-        backend = other_backend(name, extra, group.rank_in_group, group.world_size, staged)
+        backend = other_backend(name, extra, parallel.attn_tp_rank, parallel.attn_tp_size, staged)
         return backend, stage(backend, staged)
 
     bounds = DiskOptions.of(extra) if name == "file" else DiskOptions()
@@ -84,7 +84,8 @@ def open_storage(
         return DiskLimit(root, bounds) if bounds.max_bytes or bounds.min_free_bytes else None
 
     def open_backend() -> RecordFiles | CheckedStorage:
-        draft = () if pool.draft is None else (pool.draft.model,)
+        # The experts of a rank's rows are on all ranks: groups of attention data parallelism flush together, too.
+        draft, group = () if pool.draft is None else (pool.draft.model,), get_tp_group()
         ranks = [weights_fingerprint(runner.model, *draft)]
         if group.world_size > 1:
             ranks *= group.world_size

@@ -4,7 +4,7 @@ server.
 The logits processor marks a row of the model's logits that holds NaN, an infinity or a value beyond 1e20
 (`layers.logits.mark_rows_not_finite`), inside CUDA graphs too. The marks of a forward are copied to the host together
 with its tokens, so nothing waits for them, and the request is ended when SGLang processes the forward's results. Its
-token is not part of the answer, and what it computed is not kept for other requests.
+token is not part of the answer, and its KV is not kept for other requests.
 
 Penalties, biases, a grammar and a custom logit processor may leave a row without any token, or put NaN into it:
 :func:`mark_adjusted_rows` looks at such batches only.

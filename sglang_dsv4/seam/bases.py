@@ -79,7 +79,7 @@ class ModelBuiltConfig(QuantizationConfig):
 
 
 class LogitsProcessorWithHead(LogitsProcessor):
-    """SGLang's logits processor, with the product by the head left to a subclass."""
+    """SGLang's logits processor; the product by the head, and the gathering of a group's logits, are a subclass's."""
 
     def lm_head_logits(self, hidden_states: torch.Tensor, lm_head: ParallelLMHead) -> torch.Tensor:
         """The logits [T, vocabulary of this rank] of `hidden_states [T, d]`."""
@@ -93,6 +93,13 @@ class LogitsProcessorWithHead(LogitsProcessor):
         **kwargs: Any,
     ) -> torch.Tensor:
         return self.lm_head_logits(hidden_states, lm_head)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [T, V] of this rank's rows, from the parts [T, V / ranks] of the ranks that have these rows."""
+        raise NotImplementedError
+
+    def _gather_attn_tp_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.gather_logits(logits)
 
 
 class RingWindowKVPool(DeepSeekV4TokenToKVPool):

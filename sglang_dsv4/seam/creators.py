@@ -33,7 +33,7 @@ def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
 
     log_arrangement(runner.model)
     backend, parallel = Dsv4AttentionBackend(runner), get_parallel()
-    heads = runner.model_config.num_attention_heads // parallel.tp_size
+    heads = runner.model_config.num_attention_heads // parallel.attn_tp_size
     compile_ahead(runner.model.dsv4_config, backend.token_to_kv_pool.geometry, heads, backend.device)
     file = comparison.file_of_rank(parallel.tp_rank)
     if file is not None and not runner.is_draft_worker:

@@ -112,6 +112,8 @@ def default_arguments(
     defaults: dict[str, Any] = {"enable_cache_report": True}  # no flag of SGLang's switches it off
     if arguments.radix_cache_backend is None:
         defaults["radix_cache_backend"] = NAME
+    if arguments.attn_dp_size > 1:
+        defaults["enable_dp_lm_head"] = True  # a group of ranks makes the logits of its own requests
     if arguments.device == "cpu":
         if arguments.dtype == "auto" and str(hf_config.dtype) in ("torch.float32", "float32"):
             defaults["dtype"] = "float32"  # SGLang's "auto" is float16 here

@@ -17,8 +17,10 @@ DISPATCHER = "_request_dispatcher"
 PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
 RESOLVING_VIEW = "resolving_view"
+FORWARD_IS_ON_CPU = "_is_cpu"
 LOG_SOFTMAX = "enable_deterministic"
 GENERATE_ROUTE = "serve_generate_request"
+MESSAGE, MESSAGE_DELTA = "AnthropicMessagesResponse", "MessageDeltaEvent"
 
 _CHOICES = "sglang.srt.arg_groups.choices"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
@@ -37,11 +39,13 @@ _REFUSED = f"{_REQUESTS}.refused"
 _PARSER = f"{_REQUESTS}.tool_calls.output_parser"
 _DRAWN = f"{_REQUESTS}.sampling"
 _OPENAI = "sglang.srt.entrypoints.openai"
+_ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving"
 _RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
 _RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
-_ROUTES = "sglang_dsv4.weights.routes"
+_UPDATE = "sglang_dsv4.weights.updates"
+_ROUTES = f"{_UPDATE}.routes"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -49,6 +53,9 @@ _STAYS = "never: this is SGLang's extension point"
 _POOLS = "KV pools, their sizing and their reports can be registered, as radix caches can"
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _VALIDATES = "SGLang validates the value and answers 400"
+_ASKS_PLATFORM = "SGLang asks the platform first"
+_ALL_GROUPS = "sglang_dsv4.seam.all_groups"
+_GROUPS_DIFFER = "SGLang's ranks agree that they are idle"
 _COMPILES = "SGLang limits the seconds of a compilation, and its threads"
 _SEEDS = "SGLang's sampler gives a request the same draw in every batch, seeds included"
 _COUNTS = "SGLang counts the tokens of penalties where they are sampled"
@@ -56,6 +63,7 @@ _CALLS = "SGLang gives a tool call to the client only if it is complete and its 
 _NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
 _DRAFTED = "SGLang's verification samples each row as without drafts"
 _SWITCHES = "SGLang honours the switch for this model's chat encoding, or answers 400"
+_USAGE = "SGLang reports them on Anthropic's route"
 _INLINE = "SGLang renders a late system message of this encoding where it was sent"
 _TIMES = "SGLang logs the duration of its start-up phases"
 _UPDATES = "SGLang's weight updates are all or nothing"
@@ -182,16 +190,24 @@ HOOKS = (
          f"{_PARSER}:in_text", "tells the tools' schemas to the parser of `/parse_function_call`", _CALLS),
     Hook(f"{_RECIPE_OUTPUT}.__init__", Kind.AROUND, Process.LAUNCHER, f"{_PARSER}:make_parser",
          "leaves tool calls to our reader: final, with arguments that are a JSON object, or text", _CALLS),
+    Hook(f"{_OPENAI}.serving_responses.OpenAIServingResponses.create_responses", Kind.AROUND, Process.LAUNCHER,
+         f"{_REQUESTS}.chat.responses:read_switches", "`thinking` and `custom_params` of a Responses request are read",
+         "SGLang's `ResponsesRequest` has these fields"),
     Hook(f"{_OPENAI}.protocol.ResponsesRequest.to_sampling_params", Kind.AFTER, Process.LAUNCHER,
-         f"{_REQUESTS}.chat.responses:keep_output_tokens", "an answer of the Responses API has all `max_output_tokens`",
-         "SGLang takes no tokens off"),
+         f"{_REQUESTS}.chat.responses:complete_sampling",
+         "an answer of the Responses API has all `max_output_tokens`, and a thinking budget",
+         "SGLang takes no tokens off, and its `ResponsesRequest` has `custom_params`"),
     Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._process_messages", Kind.BEFORE, Process.LAUNCHER,
          f"{_REQUESTS}.chat.switches:settle",
          "`thinking`, `enable_thinking` and a thinking budget of a chat request are honoured, contradictions get a 400",
          _SWITCHES),
-    Hook("sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request", Kind.AFTER,
+    Hook(f"{_ANTHROPIC}.AnthropicServing._convert_to_chat_completion_request", Kind.AROUND,
          Process.LAUNCHER, f"{_REQUESTS}.chat.switches:carry_budget",
-         "`thinking.budget_tokens` is kept", _SWITCHES),
+         "`thinking.budget_tokens` is kept, and not logged as one that nothing enforces", _SWITCHES),
+    Hook(f"{_ANTHROPIC}._anthropic_usage_from_openai", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.chat.usage:add_thinking_tokens", "usage reports reasoning tokens on Anthropic's route", _USAGE),
+    Hook(f"{_ANTHROPIC}.AnthropicServing.__init__", Kind.AFTER, Process.LAUNCHER,
+         f"{_REQUESTS}.chat.usage:start", "sets the two attributes that carry them", _USAGE),
     Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._resolve_inline_system_support", Kind.AFTER, Process.LAUNCHER,
          f"{_REQUESTS}.chat.late_system:keep_inline",
          "the Anthropic and Responses routes leave a system message where it was sent", _INLINE),
@@ -212,17 +228,13 @@ HOOKS = (
          "our prefix cache; a default argument chooses it", _STAYS),
     TREE_CORE,
     # ---- the scheduler: start-up
-    Hook(f"{_RUNNER}.model_runner.ModelRunner.load_model", Kind.AROUND, Process.SCHEDULER,
-         "sglang_dsv4.warmup.startup_times:around_weights",
-         "adds its duration to the start-up line of the log", _TIMES),
-    Hook(f"{_RUNNER}.model_runner.ModelRunner.alloc_memory_pool", Kind.AROUND, Process.SCHEDULER,
-         "sglang_dsv4.warmup.startup_times:around_pools", "adds its duration to the start-up line of the log", _TIMES),
-    Hook(f"{_RUNNER}.model_runner.ModelRunner.init_attention_backends", Kind.AROUND, Process.SCHEDULER,
-         "sglang_dsv4.warmup.startup_times:around_attention_backends",
-         "adds its duration to the start-up line of the log", _TIMES),
-    Hook(f"{_RUNNER}.model_runner.ModelRunner.init_cuda_graphs", Kind.AROUND, Process.SCHEDULER,
-         "sglang_dsv4.warmup.startup_times:around_cuda_graphs",
-         "adds its duration to the start-up line of the log", _TIMES),
+    *(
+        Hook(f"{_RUNNER}.model_runner.ModelRunner.{method}", Kind.AROUND, Process.SCHEDULER,
+             f"sglang_dsv4.warmup.startup_times:around_{phase}", "adds its duration to the start-up line of the log",
+             _TIMES)
+        for method, phase in (("load_model", "weights"), ("alloc_memory_pool", "pools"),
+                              ("init_attention_backends", "attention_backends"), ("init_cuda_graphs", "cuda_graphs"))
+    ),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{_DRAWN}.sampler:start", "seeds the random numbers that all ranks share", _SEEDS),
     Hook("sglang.srt.managers.scheduler.Scheduler.__init__", Kind.AFTER, Process.SCHEDULER,
@@ -274,6 +286,9 @@ HOOKS = (
     # ---- the scheduler: requests
     Hook("sglang.srt.managers.scheduler.validate_input_length", Kind.AFTER, Process.SCHEDULER,
          f"{_REFUSED}.token_ids:refuse_unknown_token_ids", "token ids outside the vocabulary get a 400", _VALIDATES),
+    Hook("sglang.srt.managers.scheduler.Scheduler.abort_request", Kind.AROUND, Process.SCHEDULER,
+         f"{_REQUESTS}.aborts:end_the_request", "a client that disconnects ends its own request, not every request "
+         "whose id begins with that request's id", "SGLang compares ids, and sends the entries of a batch by name"),
     Hook("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context", Kind.AFTER,
          Process.SCHEDULER, f"{_REFUSED}.guards:refuse_empty_grammar",
          "a grammar that no text fulfils gets a 400", _VALIDATES),
@@ -284,12 +299,11 @@ HOOKS = (
          Process.SCHEDULER, f"{_REFUSED}.grammars:refuse_slow_grammars",
          "a grammar that is compiled for too long gets a 400 that names the limit", _COMPILES),
     Hook(f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk", Kind.AROUND,
-         Process.SCHEDULER, f"{_REFUSED}.guards:keep_weights",
+         Process.SCHEDULER, f"{_UPDATE}.old_files:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
          "SGLang reloads the old weights when an update fails"),
     *(
-        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"sglang_dsv4.weights.session:{function}", why,
-             _UPDATES)
+        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"{_UPDATE}.session:{function}", why, _UPDATES)
         for method, function, why in (
             ("begin_weight_update", "begin", "tensors are kept in host memory until the update ends"),
             ("update_weights_from_tensor", "from_tensors", "a bucket is checked; the weights that serve stay"),
@@ -300,8 +314,14 @@ HOOKS = (
         )
     ),
     Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.weights.session:note_lost_weights",
+         f"{_UPDATE}.session:note_lost_weights",
          "weights whose memory was released without a copy must come whole", _UPDATES),
+    Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AROUND, Process.SCHEDULER,
+         f"{_ALL_GROUPS}:flush", "all groups of attention data parallelism are flushed, or none", _GROUPS_DIFFER),
+    Hook("sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle", Kind.AROUND,
+         Process.SCHEDULER, f"{_ALL_GROUPS}:flush_at_once", "a flush that waits is refused there", _GROUPS_DIFFER),
+    Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.BEFORE, Process.SCHEDULER,
+         f"{_ALL_GROUPS}:require_idle", "memory is released on all ranks, or on none", _GROUPS_DIFFER),
     Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.prefix.metrics:publish_after_flush", "the gauges of pools that were emptied are published",
          "SGLang publishes its gauges after a flush"),
@@ -326,12 +346,11 @@ HOOKS = (
     Hook(f"{_SAMPLING}.adjusted_from_schedule_batch", Kind.AFTER, Process.SCHEDULER,
          f"{_DRAWN}.penalties:complete",
          "a retracted request keeps its counts, and a thinking budget is a penaliser", _COUNTS),
-    Hook(f"{_SAMPLING}.copy_for_forward", Kind.BEFORE, Process.SCHEDULER,
-         f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
-    Hook(f"{_SAMPLING}.filter_batch", Kind.BEFORE, Process.SCHEDULER,
-         f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
-    Hook(f"{_SAMPLING}.merge_batch", Kind.BEFORE, Process.SCHEDULER,
-         f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS),
+    *(
+        Hook(f"{_SAMPLING}.{method}", Kind.BEFORE, Process.SCHEDULER,
+             f"{_DRAWN}.penalties:wait_for_counts", "the scheduler's stream reads complete counts", _COUNTS)
+        for method in ("copy_for_forward", "filter_batch", "merge_batch")
+    ),
     Hook(f"{_SAMPLING}.copy_for_forward", Kind.AFTER, Process.SCHEDULER,
          f"{_DRAWN}.penalties:remember_source", "the copy leads to the batch's penalisers", _COUNTS),
     Hook(f"{_RUNNER}.model_runner.ModelRunner.sample", Kind.AFTER, Process.SCHEDULER,
@@ -367,13 +386,24 @@ HOOKS = (
          f"{_DRAWN}.sampler:sample_with_seeds", "a seeded request's candidates do not depend on the batch", _SEEDS),
     Hook(f"{_SAMPLER}.multinomial_with_seed", Kind.AROUND, Process.SCHEDULER,
          f"{_DRAWN}.sampler:draw", "SGLang's seeded draw is a Triton kernel; a CPU needs another", _SEEDS),
+    Hook("sglang.srt.managers.data_parallel_controller.DataParallelController.round_robin_scheduler", Kind.AROUND,
+         Process.SCHEDULER, "sglang_dsv4.prefix.rank_choice:dispatch",
+         "a request goes to the data-parallel rank where most of its prompt is cached",
+         "load-balancing methods can be registered"),
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
-         "SGLang would replace PyTorch's products by Triton kernels", "SGLang asks the platform first"),
+         "SGLang would replace PyTorch's products by Triton kernels", _ASKS_PLATFORM),
     Hook(f"{_RUNNER}.model_runner.adjust_config_with_unaligned_cpu_tp", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_config",
          "SGLang would pad heads and intermediate sizes for its own CPU layers", "SGLang asks the model first"),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AFTER, Process.SCHEDULER,
+         f"{_DRAFT_CHAIN}:plan_padded_batch",
+         "a draft's metadata has the rows that attention data parallelism adds after SGLang has planned it",
+         "SGLang plans a draft's step after it has padded the batch"),
+    Hook(f"{_RUNNER}.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", Kind.AROUND, Process.SCHEDULER,
+         f"{_CPU}.overrides:pad_on_cpu", "with attention data parallelism SGLang would pin memory here", _ASKS_PLATFORM,
+         only_cpu=True),
     Hook("sglang.srt.model_loader.loader._get_quantization_config", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:skip_gpu_quantisation",
          "weights are dequantised while they are loaded; SGLang's FP8 method refuses float32",
@@ -398,6 +428,11 @@ HOOKS = (
     Hook(f"{_RECIPE_OUTPUT}.{PROCESSOR}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_PARSER}:read_calls",
          "reads the calls, and keeps the text before half a letter (`requests.tool_calls.output_parser.make_parser`)",
          _CALLS),
+    *(
+        Hook(f"{_ANTHROPIC}.{model}", Kind.ATTRIBUTE, Process.LAUNCHER, f"{_REQUESTS}.chat.usage:carrying_details",
+             "its JSON has all fields of its usage (`requests.chat.usage.start`)", _USAGE)
+        for model in (MESSAGE, MESSAGE_DELTA)
+    ),
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.failures:guard", "a request whose handler raises is answered with the reason "
          "(`requests.failures.start`)", "SGLang's scheduler survives a handler that raises"),
@@ -410,6 +445,9 @@ HOOKS = (
     Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
          "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
          "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
+    Hook(f"{_RUNNER}.forward_batch_info.{FORWARD_IS_ON_CPU}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_CPU}.overrides:is_on_cpu", "while a batch is padded, it is on a CPU (`cpu.overrides.pad_on_cpu`)",
+         _ASKS_PLATFORM, only_cpu=True),
     Hook(f"sglang.srt.arg_groups.speculative_hook.{RESOLVING_VIEW}", Kind.ATTRIBUTE, Process.EVERY,
          f"{_CPU}.speculation:view_as_on_a_gpu", "while that step runs, the arguments' device is a GPU "
          "(`cpu.speculation.resolve_dspark`)", "that step asks the platform, as EAGLE's does", only_cpu=True),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_dsv4 import env
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.seam import moe_runner
 from sglang_dsv4.seam.hook_kinds import NAME
@@ -83,7 +84,7 @@ REFUSALS = (
     Refusal("--device", other_than(None, "cpu", "cuda"), "this package serves on NVIDIA GPUs and on CPUs"),
     Refusal("--use-ray", bool, "start one server on each host by --nnodes and --node-rank"),
     # ---- parallelism
-    *flags("--pp-size --attn-dp-size", above(1), USE_TENSOR_PARALLELISM),  # the latter also by --enable-dp-attention
+    *flags("--pp-size", above(1), USE_TENSOR_PARALLELISM),
     *flags("--dcp-size --attn-cp-size --moe-dp-size --dwdp-size", above(1), USE_TENSOR_PARALLELISM),
     *flags("--enable-prefill-cp --enable-kv-cache-sharding", bool, USE_TENSOR_PARALLELISM),
     *flags(
@@ -278,8 +279,52 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             "sglang-dsv4 does not support --enable-watermark with --speculative-algorithm: drafts with marks were "
             "never checked. Leave one of the two out."
         )
+    refuse_with_groups(arguments)
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
+
+
+def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for what attention data parallelism can't be combined with.
+
+    Raises:
+        ValueError: names the flag or variable, and what to do.
+    """
+    from sglang.srt.environ import envs
+
+    groups, ranks = arguments.attn_dp_size, arguments.tp_size
+    if groups == 1:
+        return
+    if groups < 1 or ranks % groups:
+        raise ValueError(f"--attn-dp-size must divide --tp-size: got {groups} and {ranks}")
+    of_group, drafts = ranks // groups, arguments.speculative_num_draft_tokens or 1
+    beside = f"with --attn-dp-size {groups}"
+    if arguments.speculative_algorithm == "DSPARK" and of_group > 1:
+        raise ValueError(
+            f"sglang-dsv4 does not support --speculative-algorithm DSPARK {beside} and --tp-size {ranks}: SGLang "
+            f"drafts with one rank a group. Use --attn-dp-size {ranks}, or leave the drafts out."
+        )
+    if arguments.speculative_algorithm is not None and drafts % of_group:
+        raise ValueError(
+            f"sglang-dsv4 does not support --speculative-num-draft-tokens {drafts} {beside} and --tp-size {ranks}: a "
+            f"group's {of_group} ranks share the rows of a step. Use a multiple of {of_group}."
+        )
+    if arguments.nnodes > 1:
+        raise ValueError(f"sglang-dsv4 does not support --nnodes {arguments.nnodes} {beside}: use one host")
+    if arguments.enable_dp_attention_local_control_broadcast:
+        raise ValueError(
+            f"sglang-dsv4 does not support --enable-dp-attention-local-control-broadcast {beside}: all ranks answer a "
+            "control request together; leave it out"
+        )
+    if sequence_parallel_is_on():
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL=on {beside}: unset it")
+    if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
+
+
+def sequence_parallel_is_on() -> bool:
+    """Whether the environment shards the rows of prefills; the module that does so imports SGLang's layers."""
+    return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") == "on"
 
 
 def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SGLang's view of it
@@ -287,7 +332,7 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
 
     Args:
         arguments: the server's.
-        as_given: no value is SGLang's yet, so those of :data:`AS_GIVEN` are refused, too.
+        as_given: whether all values are the user's; then flags of :data:`AS_GIVEN` are refused, too.
 
     Raises:
         ValueError: names the flag, its value and why.
@@ -303,7 +348,8 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
 def refuse_other_quantization(arguments: Any, hf_config: Any) -> None:  # ServerArgs as the user gave them
     """Raise for a quantisation of the weights, or of a draft's, that is not the checkpoint's own.
 
-    SGLang's view of the arguments holds what it has found in the checkpoint, under another name for some checkpoints.
+    SGLang's view of the arguments holds the method that SGLang found in the checkpoint, for some checkpoints under
+    another name.
 
     Raises:
         ValueError: names the flag, its value and the checkpoint's.

@@ -1,4 +1,4 @@
-"""Private methods and attributes of SGLang's manager and loader of weights that `weights.session` uses."""
+"""Private methods and attributes of SGLang's manager and loader of weights that `weights.updates.session` uses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -23,6 +24,11 @@ def runners_of(manager: SchedulerWeightUpdaterManager, selector: str = "all") ->
 def is_idle(manager: SchedulerWeightUpdaterManager) -> bool:
     """Whether the cache can be flushed now: no request has KV. Waiting requests of a paused engine have none."""
     return manager.is_fully_idle(ignore_waiting=manager.scheduler._engine_paused)
+
+
+def engine_is_idle(scheduler: Scheduler) -> bool:
+    """Whether this rank's cache can be flushed now, see `is_idle`."""
+    return scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
 
 
 def timed(manager: SchedulerWeightUpdaterManager, source: str) -> AbstractContextManager[None]:

@@ -119,12 +119,14 @@ def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker
     that are not accepted, and for all tokens where the epilogue does not serve the batch.
 
     Raises:
-        ValueError: the switch is neither on nor off.
+        ValueError: the switch is neither on nor off, or on with attention data parallelism.
     """
     from sglang.srt.runtime_context import get_parallel
 
     if not compat.is_ours(target_worker.model_runner.model_config.hf_config.architectures):
         return model_type
+    if env.choice(VERIFY_EPILOGUE) == "on" and get_parallel().attn_dp_size > 1:
+        raise ValueError(f"sglang-dsv4 does not support {VERIFY_EPILOGUE}=on with --attn-dp-size above 1: unset it")
     by_default = "on" if get_parallel().tp_size == 1 else "off"
     if (env.choice(VERIFY_EPILOGUE) or by_default) == "off":
         return model_type

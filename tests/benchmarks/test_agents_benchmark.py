@@ -86,7 +86,10 @@ def test_servers_that_were_measured_are_not_started_again(tmp_path: Path, monkey
     started: list[tuple[str, ...]] = []
 
     @contextlib.contextmanager
-    def running(name: str, model: Path, flags: list[str], port: int, log: Path) -> Iterator[SimpleNamespace]:
+    def running(
+        name: str, model: Path, flags: list[str], port: int, log: Path, alone: bool
+    ) -> Iterator[SimpleNamespace]:
+        assert alone
         started.append((name, *flags[-2:]))
         yield SimpleNamespace(contender=name, kv_memory=lambda: (900.0 if name == "builtin" else 890.0, 512))
 
@@ -102,6 +105,9 @@ def test_servers_that_were_measured_are_not_started_again(tmp_path: Path, monkey
     agents.compare(arguments, agents.Results({}, {}))
     arguments.contenders = ["builtin", "ours"]
     agents.compare(arguments, agents.Results(json.loads(arguments.out.read_text()), {}))
-    assert started == [("builtin", "--max-total-tokens", "256"), ("ours", "--max-total-tokens", "900")]
+    assert started == [("builtin", agents.LIMIT, "256"), ("ours", agents.LIMIT, "900")]
+    arguments.builtin_flags = f"{agents.LIMIT} 512"
+    agents.compare(arguments, agents.Results({}, {}))
+    assert started[2:] == [("builtin", agents.LIMIT, "512"), ("ours", agents.LIMIT, "900")]
     rows = json.loads(arguments.out.read_text())["rows"]
     assert [(row["style"], row["builtin"], row["ours"]) for row in rows] == [(style, 0.5, 0.5) for style in STYLES]

@@ -99,7 +99,7 @@ def test_servers_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.Monke
         lambda server, work, requests: rows_of(work, Steps(3.0, 1.0), bench_speculation.step_us("", requests)),
     )
     arguments = argparse.Namespace(
-        **{"models": tmp_path, "tiny": True, "full_size": False, "exact": False, "works": ["dspark"]},
+        **{"models": tmp_path, "tiny": True, "full_size": False, "deterministic": False, "works": ["dspark"]},
         **{"algorithms": ["dspark"]},
         **{"requests": [1], "turns": 2, "contenders": ["ours", "builtin"], "builtin_flags": "", "flags": []},
         **{"port": 1, "logs": tmp_path, "out": tmp_path / "out.json"},

@@ -78,7 +78,7 @@ def test_every_lane_waits_for_itself() -> None:
 
 
 def test_every_cta_waits() -> None:
-    """Otherwise the next grid's wait implies nothing about the grids before this one."""
+    """If one CTA does not wait, the next grid's wait implies nothing about the grids before this one."""
     some = "mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 1;"
     refused("", "no thread of it executed griddepcontrol.wait")
     refused(f"{some} @%p1 {WAIT}", "no thread of it executed griddepcontrol.wait", grid=3)

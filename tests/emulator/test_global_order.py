@@ -101,7 +101,7 @@ def test_without_one_synchronisation(name: str, mark: str, kinds: str, schedule:
 
 @pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
 def test_a_cta_may_start_before_lower_numbered_ctas_end(schedule: str) -> None:
-    """Otherwise a wait for them would never be exercised."""
+    """If CTAs ran in order of their numbers only, a wait for a lower number would never be exercised."""
     busy = (
         "mov.u32 %r6, 0; B: add.u32 %r6, %r6, 1; setp.lt.u32 %p4, %r6, 3000; @%p4 bra B; st.global.u32 [%rd2], %r100;"
     )

@@ -23,7 +23,7 @@ CLASSES = {key for row in tomllib.loads((HERE / "faults.toml").read_text())["ker
 EACH_FAULT = pytest.mark.parametrize(
     "fault", FAULTS, ids=lambda f: f"{f['file'].removeprefix('kernels/')}: {f['name']}"
 )
-RESULTS = r"^E +(assert |AssertionError|.*cudaErrorLaunchFailure|.*IndexError|.*out of bounds)"
+RESULTS = r"^E +(assert |AssertionError|.*EmulationError: |.*cudaErrorLaunchFailure|.*IndexError|.*out of bounds)"
 """Messages of expected failures: a result differs, or the emulator raised, which CuTe DSL calls a failed launch."""
 
 

@@ -86,7 +86,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(("capability", "expected"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((8, 0), "ref")], ids=str)
 def test_attention_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str) -> None:
-    """By compute capability, in bf16 only; the kernel of another generation is an error by name, not a fallback."""
+    """Compute capability and bf16 choose the kernel; naming another generation's kernel is an error, not a fallback."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda", 0)

@@ -153,7 +153,7 @@ def test_a_chunk_that_does_not_continue_is_an_error() -> None:
 
 
 def test_a_bookkeeping_error_costs_the_tails_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """Without `strict`: logged once, counted, and the request's tails are released; other requests are not affected."""
+    """Without `strict` the error is logged once and counted, and the request loses its tails; other requests go on."""
     ledger = new_ledger()
     ledger.strict = False
     for slot in (1, 2, 3):

@@ -15,13 +15,14 @@ from serving.small_release import FLAGS, SHAPE, difference, likelihoods
 from serving.speculation import ask, random_prompts
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.layers import peer_sums
 
 CARDS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CARDS < 2, reason="needs two NVIDIA GPUs with SGLang on them"),
 ]
-EXACT = "--enable-deterministic-inference"
+DETERMINISTIC = "--enable-deterministic-inference"
 USED_BYTES = 1 << 30
 """Less than a server takes of its GPU, more than anything else does of another."""
 
@@ -35,12 +36,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(checkpoint: Path, *flags: str) -> tuple[Answers, list[int]]:
+def answers(checkpoint: Path, *flags: str, **env: str) -> tuple[Answers, list[int]]:
     """Answers of a server, and the GPUs whose memory it takes."""
     prompts = random_prompts(3, [1, 127, 300, 511] * 4)
     before = [torch.cuda.mem_get_info(card)[0] for card in range(CARDS)]
-    log = checkpoint.parent / "_".join(["log", *flags])
-    with running_server(checkpoint, log, *FLAGS, EXACT, *flags) as server:
+    log = checkpoint.parent / "_".join(["log", *flags, *env.values()])
+    with running_server(checkpoint, log, *FLAGS, DETERMINISTIC, *flags, env=env) as server:
         found = ask(server, prompts, 8, max_new_tokens=30)
         used = [card for card in range(CARDS) if before[card] - torch.cuda.mem_get_info(card)[0] > USED_BYTES]
     return [(result["output_ids"], output_logprobs(result)) for result in found], used
@@ -52,8 +53,23 @@ def test_a_server_runs_on_the_card_that_it_is_given(checkpoint: Path) -> None:
     assert second[0] == first[0]
 
 
-def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path) -> None:
-    plain = answers(checkpoint, "--tp-size", "2")
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> tuple[Answers, list[int]]:
+    return answers(checkpoint, "--tp-size", "2")
+
+
+def test_our_sums_over_ranks_change_no_bit(checkpoint: Path, plain: tuple[Answers, list[int]]) -> None:
+<<<<<<< HEAD
+    """Our sums have the bits of the gather that they replace."""
+=======
+    """Our kernel has the bits of the gather that it replaces."""
+>>>>>>> allreduce
+    assert answers(checkpoint, "--tp-size", "2", **{peer_sums.VARIABLE: "ours"}) == plain
+    (log,) = checkpoint.parent.glob("log*ours")
+    assert log.read_text().count("sums over 2 ranks of up to 8.0 MB: ours") == 1
+
+
+def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path, plain: tuple[Answers, list[int]]) -> None:
     prepared = answers(checkpoint, "--tp-size", "2", "--pre-warm-nccl", "--enable-p2p-check", "--numa-node", "0", "0")
     assert plain[1] == prepared[1] == [0, 1]
     assert prepared[0] == plain[0]

@@ -1,4 +1,5 @@
-"""Switches of the chat, Anthropic and completion routes are honoured or refused by name; a budget ends the thinking.
+"""Switches of the chat, Responses, Anthropic and completion routes are honoured or refused by name; a budget ends the
+thinking, and usage reports its tokens.
 
 Prompts are compared by their token ids, which end with `<think>` where thinking is on.
 """
@@ -109,6 +110,139 @@ def test_a_budget_closes_the_block(server: Server, fields: dict[str, Any]) -> No
     assert free["usage"]["reasoning_tokens"] == 14
 
 
+# ---- usage, and budgets on the other routes
+
+PATHS = {"chat": "chat/completions", "responses": "responses", "anthropic": "messages"}
+THINKING = {
+    "chat": {"thinking": {"type": "enabled"}, "max_tokens": 8, "ignore_eos": True},
+    "responses": {"thinking": {"type": "enabled"}, "max_output_tokens": 8},
+    "anthropic": {"thinking": {"type": "adaptive"}, "max_tokens": 8},
+}
+
+
+def model_of(server: Server) -> str:
+    """The name that the Responses route asks for; other routes take any."""
+    return requests.get(f"{server.url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
+
+
+def used(
+    server: Server, route: str, stream: bool, say: str = "Hi there", **fields: Any
+) -> tuple[dict[str, Any], str, str]:
+    """The usage that a client of a route is told at the end, with the reasoning and the text of the answer."""
+    body = {"stream": stream, "temperature": 0, **THINKING[route], **fields}
+    if route == "responses":
+        body |= {"model": model_of(server), "input": say}
+    else:
+        body |= {"model": "tiny", "messages": [{"role": "user", "content": say}]}
+    if route == "chat" and stream:
+        body["stream_options"] = {"include_usage": True}
+    response = requests.post(f"{server.url}/v1/{PATHS[route]}", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    if not stream:
+        return USAGE[route](response.json())
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ") and line[6:] != "[DONE]"]
+    return STREAMED[route]([json.loads(line) for line in lines])
+
+
+def chat_usage(answer: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    message = answer["choices"][0]["message"]
+    return answer["usage"], message["reasoning_content"], message["content"]
+
+
+def chat_stream_usage(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str, str]:
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    said = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
+    return events[-1]["usage"], *said
+
+
+def responses_usage(answer: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    said = {item["type"]: item["content"][0]["text"] for item in answer["output"]}
+    return answer["usage"], said.get("reasoning", ""), said.get("message", "")
+
+
+def anthropic_usage(answer: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
+    blocks = answer["content"]
+    said = ("".join(block.get(name, "") for block in blocks) for name in ("thinking", "text"))
+    return answer["usage"], *said
+
+
+def anthropic_stream_usage(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str, str]:
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    (first,) = (event["message"] for event in events if event["type"] == "message_start")
+    (last,) = (event for event in events if event["type"] == "message_delta")
+    assert "output_tokens_details" not in first["usage"]
+    said = ("".join(delta.get(name, "") for delta in deltas) for name in ("thinking", "text"))
+    return {"input_tokens": first["usage"]["input_tokens"], **last["usage"]}, *said
+
+
+USAGE = {"chat": chat_usage, "responses": responses_usage, "anthropic": anthropic_usage}
+STREAMED = {
+    "chat": chat_stream_usage,
+    "responses": lambda events: responses_usage(events[-1]["response"]),
+    "anthropic": anthropic_stream_usage,
+}
+
+
+def reasoning_tokens(route: str, usage: dict[str, Any]) -> int:
+    if route == "chat":
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["reasoning_tokens"]
+        return usage["reasoning_tokens"]
+    return usage["output_tokens_details"]["thinking_tokens" if route == "anthropic" else "reasoning_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("route", PATHS)
+def test_usage_reports_reasoning_tokens(server: Server, route: str, stream: bool) -> None:
+    usage, reasoning, text = used(server, route, stream)
+    assert reasoning and not text
+    assert reasoning_tokens(route, usage) == 8 == usage.get("output_tokens", usage.get("completion_tokens"))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("fields", BUDGETS.values(), ids=BUDGETS)
+def test_a_budget_closes_the_block_on_the_responses_route(server: Server, fields: dict[str, Any], stream: bool) -> None:
+    """SGLang's model of a Responses request has neither field."""
+    _, free, _ = used(server, "responses", stream, max_output_tokens=14)
+    usage, reasoning, text = used(server, "responses", stream, max_output_tokens=14, **fields)
+    assert reasoning and free.startswith(reasoning) and text
+    assert (reasoning_tokens("responses", usage), usage["output_tokens"]) == (6, 14)
+
+
+RESPONSES_REFUSED = {
+    "on-and-off": REFUSED["on-and-off"],
+    "another-type": REFUSED["another-type"],
+    "a-budget-of-sglangs": REFUSED["a-budget-of-sglangs"],
+    "two-budgets": REFUSED["two-budgets"],
+    "no-object": ({"custom_params": "thinking_budget"}, "custom_params must be an object"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", RESPONSES_REFUSED)
+def test_the_responses_route_refuses_by_name(server: Server, name: str, stream: bool) -> None:
+    fields, reason = RESPONSES_REFUSED[name]
+    body = {"model": model_of(server), "input": "Hi", "max_output_tokens": 2, "stream": stream, **fields}
+    response = requests.post(f"{server.url}/v1/responses", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 400 and reason in response.text, response.text
+
+
+def test_the_responses_route_honours_a_switch(server: Server) -> None:
+    usage, reasoning, text = used(server, "responses", False, thinking={"type": "disabled"})
+    assert text and not reasoning and reasoning_tokens("responses", usage) == 0
+
+
+@pytest.mark.slow  # the route's least budget is 1,024 tokens
+def test_a_budget_closes_the_block_on_anthropics_route(server: Server) -> None:
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1040}
+    # After "Hi there" the model ends its answer before; the route can't ignore the end.
+    answers = [used(server, "anthropic", stream, "Hello", **budget) for stream in (False, True)]
+    assert answers[0] == answers[1]
+    usage, reasoning, text = answers[0]
+    assert reasoning and text
+    assert (usage["output_tokens"], reasoning_tokens("anthropic", usage)) == (1040, 1025)
+    assert "the budget is not enforced" not in server.log
+
+
 def test_a_budget_without_thinking_does_nothing(server: Server) -> None:
     common = {"max_tokens": 8, "chat_template_kwargs": OFF}
     plain = chat(server, **common).json()["choices"][0]["message"]
@@ -187,7 +321,11 @@ def test_anthropics_switch_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> N
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    chat_serving = SimpleNamespace(supports_inline_system=True, apply_reasoning_enabled=lambda request, enabled: None)
+    chat_serving = SimpleNamespace(
+        supports_inline_system=True,
+        apply_reasoning_enabled=lambda request, enabled: None,
+        chat_encoding_spec="dsv4",
+    )
     request = AnthropicMessagesRequest(
         model="tiny",
         messages=[{"role": "user", "content": "Hi"}],
@@ -199,3 +337,6 @@ def test_anthropics_switch_is_carried_over(monkeypatch: pytest.MonkeyPatch) -> N
     switches.settle(serving, made)  # type: ignore[arg-type]
     assert made.chat_template_kwargs["thinking"] is True
     assert budget_of(SimpleNamespace(**made.to_sampling_params([], {}, None))) == 1024
+    chat_serving.chat_encoding_spec = "glm47"
+    made = AnthropicServing(chat_serving)._convert_to_chat_completion_request(request)
+    assert made.thinking is None

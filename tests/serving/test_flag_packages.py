@@ -64,7 +64,7 @@ def missing(*modules: str) -> str:
 
 @pytest.mark.slow
 def test_a_server_that_waits_for_its_weights_beside_a_module_of_the_users(tmp_path: Path) -> None:
-    """It is not ready before the weights have come, and then serves those."""
+    """The server is not ready before its weights have come; then it serves them."""
     for seed, name in enumerate(("old", "new"), 11):
         write_checkpoint(tmp_path / name, PRESETS["tiny"], seed=seed)
     code, noted, grpc = tmp_path / "code", tmp_path / "noted.json", free_port()

@@ -1,8 +1,8 @@
 """Servers with the flags of `docs/server_flags.toml` that work, a set at a time, and with all that have no effect.
 
 Every server answers the same requests, alone and in batches, cold and after hits, with the bits of a server without
-the flags (`lib.exact_trace`); only sets that change the model's numbers have references of their own. Then `CHECKS`
-asks for what the flags are for.
+the flags (`lib.determinism_trace`); only sets that change the model's numbers have references of their own. `CHECKS`
+then tests the purpose of the flags.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import requests
 from documents import server_flags
-from lib import exact_trace
-from lib.exact_trace import References, Sizes
+from lib import determinism_trace
+from lib.determinism_trace import References, Sizes
 from serving import speculation
 from serving.server import (
     SLEEP_ON_IDLE,
@@ -66,8 +66,8 @@ def known(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Referen
     """Cold answers of a server without the flags, after a proof that its answers have the same bits in every batch."""
     references: References = {}
     with running_server(checkpoint, tmp_path_factory.mktemp("plain") / "log", *FLAGS, env=TAILS) as server:
-        found = exact_trace.prove(server.url, SIZES, references)
-    assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, SIZES, references)
+    assert not found.mismatches, "\n".join(determinism_trace.describe(found))
     return references
 
 
@@ -92,8 +92,8 @@ def test_answers_do_not_depend_on_the_flags(name: str, checkpoint: Path, tmp_pat
     words = filled(LINES[name], checkpoint, tmp_path)
     with running_server(checkpoint, tmp_path / "log", *FLAGS, *words, env=TAILS) as server:
         family = name.rstrip(" 0123456789")
-        found = exact_trace.prove(server.url, SIZES, {} if family in OWN_NUMBERS else dict(known))
-        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, SIZES, {} if family in OWN_NUMBERS else dict(known))
+        assert not found.mismatches, "\n".join(determinism_trace.describe(found))
         assert found.seen["hit device"] > 0
         if family in CHECKS:
             CHECKS[family](server, tmp_path)
@@ -258,8 +258,8 @@ def test_dspark_drafts_of_a_few_tokens(tmp_path: Path, known: References) -> Non
     flags = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-block-size", "3")
     with running_server(tmp_path / "model", tmp_path / "log", *FLAGS, *flags, env=TAILS) as server:
         greedy = dataclasses.replace(SIZES, sampled=False)
-        found = exact_trace.prove(server.url, greedy, dict(known))
-        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, greedy, dict(known))
+        assert not found.mismatches, "\n".join(determinism_trace.describe(found))
         assert asked(server, PROMPT, 40)["meta_info"]["spec_verify_ct"] > 0
 
 
@@ -270,8 +270,8 @@ def test_a_context_beyond_the_models(checkpoint: Path, tmp_path: Path, known: Re
     flags = ("--json-model-override-args", '{"max_position_embeddings": 256}', "--context-length", "2048")
     env = {**TAILS, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     with running_server(checkpoint, tmp_path / "log", *FLAGS, *flags, env=env, from_command=True) as server:
-        found = exact_trace.prove(server.url, SIZES, dict(known))
-        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, SIZES, dict(known))
+        assert not found.mismatches, "\n".join(determinism_trace.describe(found))
 
 
 @pytest.mark.slow

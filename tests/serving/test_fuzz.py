@@ -71,6 +71,6 @@ def test_thousands_of_requests(checkpoint: Path, tmp_path: Path, seed: int, draw
 
 
 def test_routes_left_out_exist(server: Server) -> None:
-    """Otherwise the list would keep a reason whose route has been renamed."""
+    """A renamed route would leave its reason in the list unused."""
     paths = requests.get(f"{server.url}/openapi.json", timeout=300).json()["paths"]
     assert set(LEFT_OUT) <= set(paths)

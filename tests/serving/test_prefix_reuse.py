@@ -192,6 +192,9 @@ def test_a_response_says_where_its_hit_ended(server: Server) -> None:
         "stopped_by": "no tail",
         "tail_from": "device",
         "pages_from": {"device": 512},
+        "stored_tokens": 900,
+        "differs_at": 900,
+        "why": "prompt differs from the stored one at token 900; reused up to token 512: no tail is kept after that",
         "recomputed": {"no tail": 256, "no block": 512, "page remainder": 20},
     }
     again = server.generate(shared + some(83, 400), max_new_tokens=2)["meta_info"]["prefix_cache"][0]

@@ -75,7 +75,7 @@ def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at
 
 @pytest.mark.slow
 def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: Speculating) -> None:
-    """Its tail was stored a step after the page was full, and has the rows of the accepted tokens."""
+    """The page's tail was stored a step after the page was full, and has the rows of the accepted tokens."""
     prompts = random_prompts(7, [240, 244])
     plain = ask(server, prompts, 2, max_new_tokens=60)
     replaying.will_answer(prompts, plain)
@@ -117,7 +117,7 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
 
 @pytest.mark.slow
 def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
-    """With the epilogue, in which rank 0 sends the other rank the number of accepted drafts."""
+    """DSpark's epilogue is on, in which rank 0 sends the other rank the number of accepted drafts."""
     ranks = ("--tp", "2")
     prompts = random_prompts(31, [1, 2, 3, 4, 123, 126, 253, 254])
     env = {VERIFY_EPILOGUE: "on", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

@@ -47,7 +47,7 @@ SHAPES = {
 FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "20", "--chunked-prefill-size", "512")
 FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.9", "--random-seed", "1")
 GRAPHS = ("--cuda-graph-bs-decode", "1", "4", "16")
-EXACT = "--enable-deterministic-inference"
+DETERMINISTIC = "--enable-deterministic-inference"
 SHORT = [1, 3, 126, 127, 128, 150, 165]
 """Lengths of prefills in which no runner of SGLang's orders tokens by atomics; the answers end after a page's end."""
 LENGTHS = [1, 3, 126, 127, 128, 250, 253, 255, 256, 511, 600, 770]
@@ -110,14 +110,14 @@ def test_replays_are_what_was_recorded(checkpoint: Path, algorithm: str) -> None
 
 
 def test_answers_are_those_without_speculation(checkpoint: Path, algorithm: str) -> None:
-    """In padded batches, with reused prefixes, under the flag."""
+    """The deterministic flag is on; batches are padded, and some requests reuse prefixes."""
     prompts = random_prompts(2, LENGTHS)
     turns: list[list[int]] = []
-    with serving(checkpoint, "plain", None, EXACT, *GRAPHS) as plain:
+    with serving(checkpoint, "plain", None, DETERMINISTIC, *GRAPHS) as plain:
         first = ask(plain.server, prompts, 12, max_new_tokens=40)
         turns = [[*prompt, *ids[:30], 5, 6] for prompt, ids in zip(prompts, tokens(first), strict=True)]
         second = ask(plain.server, turns, 12, max_new_tokens=24)
-    with serving(checkpoint, "drafted", algorithm, EXACT, *GRAPHS) as drafted:
+    with serving(checkpoint, "drafted", algorithm, DETERMINISTIC, *GRAPHS) as drafted:
         for asked, expected, new_tokens in ((prompts, first, 40), (turns, second, 24)):
             assert tokens(ask(drafted.server, asked, 3, max_new_tokens=new_tokens)) == tokens(
                 expected

@@ -186,7 +186,7 @@ def test_requests_that_run_in_place_keep_their_weights(server: Server, checkpoin
         trained.do("begin_weight_update")
         assert trained.send([(NORM, norm.flip(0))]).status_code == 200
         ended = trained.post("end_weight_update")
-        assert ended.status_code == 400 and "Requests are running" in ended.text, ended.text
+        assert ended.status_code == 400 and "A pause in_place keeps them" in ended.text, ended.text
         trained.do("continue_generation")
         assert running.result() == before
         trained.do("end_weight_update")

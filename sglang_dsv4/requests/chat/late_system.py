@@ -1,21 +1,21 @@
 """The place of a system message that follows other messages, as agent programs send one each turn.
 
 DeepSeek has two encoders. `encoding/encoding_dsv4.py` of the checkpoints writes a system message's text where it was
-sent, without a marker; between a user's turn and the answer it then leaves out the answer's header, so that place has
-no complete prompt. `deepseek-recipe`, which SGLang renders with, moves the text to the front, where each new message
-changes the prompt's first page and so everything after it. `chat_template_kwargs.late_system` chooses:
+sent, without a marker; after a user's turn it then leaves out the answer's header, so the prompt is incomplete.
+`deepseek-recipe`, which SGLang renders with, moves the text to the front, where each new message changes the prompt's
+first page and so everything after it. `chat_template_kwargs.late_system` chooses:
 
 ============  ====================================  ====================================
 value         after an answer                       in a user's turn, tool results too
 ============  ====================================  ====================================
 `in_place`    `…<EOS>TEXT<User>…`                   `…<User>QUESTION`, a blank line, `TEXT<Assistant>…`
 `reminder`    `…<EOS><latest_reminder>TEXT<User>…`  `…<User>QUESTION<latest_reminder>TEXT<Assistant>…`
-`front`       behind the first system message       behind the first system message
+`front`       after the first system message        after the first system message
 ============  ====================================  ====================================
 
-`in_place` is the default: it is the checkpoint's own text where that is a complete prompt, and else a text of the
-turn that it stands in, joined as both encoders join the texts of one turn. Role `developer` is role `system`. A message
-between tool calls and their results goes behind the results.
+`in_place` is the default. It is the checkpoint's own rendering where that gives a complete prompt; elsewhere the text
+is added to the turn in which it was sent, joined as both encoders join the texts of one turn. Role `developer` is role
+`system`. A message between tool calls and their results moves after the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Switches of the chat and Anthropic routes that SGLang 0.5.23 ignores for this model.
+"""Switches of the chat, Responses and Anthropic routes that SGLang 0.5.23 ignores for this model.
 
 ===================================  ==========================================  ===============================
 request                              what SGLang does                            here
@@ -7,6 +7,7 @@ request                              what SGLang does                           
 `chat_template_kwargs`:              ignored, `thinking` alone is read; "false"  as `thinking`; a 400 unless true or
 `enable_thinking`                    (a text) switches thinking on               false
 `thinking.budget_tokens`             ignored; a log line on Anthropic's route    a thinking budget
+the three above on `/v1/responses`   dropped (`requests.chat.responses`)         as on the chat route
 switches that contradict each other  one of them is ignored                      a 400
 ===================================  ==========================================  ===============================
 
@@ -15,12 +16,15 @@ An effort implies thinking (and `none` no thinking); an explicit switch wins ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests.chat.thinking_budget import PARAMETER
+from sglang_dsv4.requests.chat import responses
+from sglang_dsv4.requests.chat.thinking_budget import PARAMETER, budget_of
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
@@ -33,11 +37,14 @@ TOGGLES = ("thinking", "enable_thinking")
 def settle(serving: OpenAIServingChat, request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> None:
     """Write a request's switches to the fields that SGLang reads; runs before ``OpenAIServingChat._process_messages``.
 
+    It also runs for the chat requests that SGLang makes of requests to the Responses and Anthropic routes.
+
     Raises:
         ValueError: a switch has an unknown value, or two contradict each other; SGLang answers 400.
     """
     if serving.chat_encoding_spec != ENCODING:
         return
+    responses.hand_over(request)
     options = dict(request.chat_template_kwargs or {})
     switch, budget = thinking_of(request.thinking)
     thinking = toggle_of(options, switch, request.reasoning_effort)
@@ -52,6 +59,8 @@ def settle(serving: OpenAIServingChat, request: ChatCompletionRequest, *args: An
                 f"thinking.budget_tokens is {budget} and custom_params.{PARAMETER} is {params[PARAMETER]}: send one."
             )
         request.custom_params = params
+    budget_of(request)  # a stream would report a wrong budget inside of a 200
+    responses.keep(request.custom_params)
 
 
 def thinking_of(value: Any) -> tuple[bool | None, int | None]:
@@ -80,7 +89,7 @@ def toggle_of(options: dict[str, Any], switch: bool | None, effort: Any) -> bool
     """Whether a request wants thinking; None if it does not say.
 
     Args:
-        options: `chat_template_kwargs`, to which SGLang has added what the effort implies.
+        options: `chat_template_kwargs`, to which SGLang has added the toggles that the effort implies.
         switch: what `thinking` says.
         effort: the reasoning effort.
 
@@ -101,8 +110,20 @@ def toggle_of(options: dict[str, Any], switch: bool | None, effort: Any) -> bool
 
 
 def carry_budget(
-    chat: ChatCompletionRequest, serving: object, anthropic: AnthropicMessagesRequest, *args: Any, **kwargs: Any
-) -> None:
-    """Let Anthropic's `thinking` reach :func:`settle`; runs after ``_convert_to_chat_completion_request``."""
-    if anthropic.thinking is not None:
-        chat.thinking = anthropic.thinking.model_dump(exclude_none=True)
+    original: Callable[..., ChatCompletionRequest],
+    serving: AnthropicServing,
+    request: AnthropicMessagesRequest,
+    *args: Any,
+    **kwargs: Any,
+) -> ChatCompletionRequest:
+    """SGLang's chat request, with Anthropic's `thinking`; runs around ``_convert_to_chat_completion_request``.
+
+    SGLang does not see the budget: it would log that nothing enforces it.
+    """
+    thinking = request.thinking
+    if thinking is None or serving.openai_serving_chat.chat_encoding_spec != ENCODING:
+        return original(serving, request, *args, **kwargs)
+    without_budget = thinking.model_copy(update={"budget_tokens": None})
+    chat = original(serving, request.model_copy(update={"thinking": without_budget}), *args, **kwargs)
+    chat.thinking = thinking.model_dump(exclude_none=True)
+    return chat

@@ -1,9 +1,9 @@
 """A limit on reasoning tokens, after which the token `</think>` closes the block, as when the model closes it.
 
 A request asks for it by SGLang's spelling, ``custom_params: {"thinking_budget": N}``, or by `thinking.budget_tokens` of
-the chat and Anthropic routes (`requests.chat.switches`), and needs no `custom_logit_processor`. SGLang 0.5.23 has such
-processors for other models only; they read the answer on the host, a token late under overlapped scheduling, and
-don't run with EAGLE.
+the chat, Responses and Anthropic routes (`requests.chat.switches`), and needs no `custom_logit_processor`. SGLang
+0.5.23 has such processors for other models only; they read the answer on the host, a token late under overlapped
+scheduling, and don't run with EAGLE.
 
 Here the budget is a penaliser of the batch (`penalties.BatchedThinkingBudget`): it counts the tokens since `<think>`,
 and once the budget is used up it forbids every token but `</think>`. It does nothing where the prompt leaves no block

@@ -9,7 +9,8 @@ The release writes calls in this form (specification, section 8); M is the token
     </M tool_calls>
 
 A value is text with ``string="true"``, and JSON with ``"false"``. Nothing in a value is escaped, so no value can hold a
-tag. :class:`Reader` takes the text in pieces of any size and gives the same text and calls for every division:
+tag. :class:`Reader` takes the text in pieces of any size. Its state after a piece depends on the text so far and not on
+the pieces in which it came, so every division gives the same text and calls:
 
 * A call is final at its ``</M invoke>``. Before that it is held back, so that no client gets a part of one.
 * A call that breaks the format, that has a value that is no JSON, or in which the answer ends, is text, and so is
@@ -289,6 +290,7 @@ class Reader:
                     self._at = begin + len(close)
                     return _letters(self._held[self._begin : begin])
                 if close.startswith(self._held[begin:]):
+                    self._at = mark
                     return None
                 raise Refused(Fault.TAG_IN_VALUE)
             self._at = mark + 1

@@ -123,16 +123,42 @@ class MemoryMap:
         return out
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One of several launches of a kernel that run side by side (`launch_together`)."""
+
+    grid: Dims
+    block: Dims
+    params: Sequence[bytes] | bytes
+    gpu: int = 0
+    dependent: bool = False
+    """See `launch`."""
+    late: bool = False
+    """The GPU starts nothing while any other GPU can do anything but wait."""
+
+
+class _GridArguments(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("device", ctypes.c_uint32),
+        ("dependent", ctypes.c_uint32),
+        ("size", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("late", ctypes.c_uint32),
+        ("params", ctypes.c_void_p),
+        ("left_out_from", ctypes.c_uint64),
+        ("left_out_to", ctypes.c_uint64),
+    ]
+
+
 class _LaunchArguments(ctypes.Structure):
     _fields_: ClassVar = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
         ("cluster", ctypes.c_uint32 * 3),
         ("schedule", ctypes.c_uint32),
         ("dynamic_smem", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("max_instructions", ctypes.c_uint64),
-        ("params", ctypes.c_void_p),
+        ("grids", ctypes.POINTER(_GridArguments)),
+        ("grid_count", ctypes.c_uint64),
         ("params_bytes", ctypes.c_uint64),
         ("ranges", ctypes.c_void_p),
         ("range_names", ctypes.c_void_p),
@@ -141,9 +167,6 @@ class _LaunchArguments(ctypes.Structure):
         ("track_order", ctypes.c_uint32),
         ("level", ctypes.c_uint8 * 32),
         ("multiprocessors", ctypes.c_uint32),
-        ("dependent", ctypes.c_uint32),
-        ("left_out_from", ctypes.c_uint64),
-        ("left_out_to", ctypes.c_uint64),
     ]
 
 
@@ -292,31 +315,60 @@ def launch(
 
     dependent: launch with programmatic stream serialization, so that the previous grid might still run.
     """
+    return launch_together(
+        program,
+        kernel,
+        [Launch(grid, block, params, dependent=dependent)],
+        cluster=cluster,
+        dynamic_smem_bytes=dynamic_smem_bytes,
+        memory=memory,
+        options=options,
+    )
+
+
+def launch_together(
+    program: Program,
+    kernel: str,
+    launches: Sequence[Launch],
+    *,
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    dynamic_smem_bytes: int = 0,
+    memory: MemoryMap | None = None,
+    options: Options | None = None,
+) -> Report:
+    """Runs launches of one kernel to their ends; returns their common report, or raises EmulationError.
+
+    The launches of a GPU run one after the other, those of different GPUs side by side, on one memory.
+    """
     options = options or Options()
     k = program.kernel(kernel)
-    _check_shape(k, grid, block, cluster, dynamic_smem_bytes)
-    data = _pack_params(k, params)
-    # Tensor maps among the parameters are read in place and must be 64-byte aligned.
-    raw = ctypes.create_string_buffer(len(data) + 256)
-    base = -(-ctypes.addressof(raw) // 128) * 128
-    ctypes.memmove(base, data, len(data))
+    buffers = []
+    grids = (_GridArguments * len(launches))()
+    for g, one in zip(grids, launches, strict=True):
+        _check_shape(k, one.grid, one.block, cluster, dynamic_smem_bytes)
+        data = _pack_params(k, one.params)
+        # Tensor maps among the parameters are read in place and must be 64-byte aligned.
+        buffers.append(ctypes.create_string_buffer(len(data) + 256))
+        g.params = -(-ctypes.addressof(buffers[-1]) // 128) * 128
+        ctypes.memmove(g.params, data, len(data))
+        g.device, g.dependent, g.late = one.gpu, one.dependent, one.late
+        g.size[:], g.block[:] = one.grid, one.block
+        g.left_out_from, g.left_out_to = _left_out(one.grid, cluster, options.ends)
 
     ranges = [*(memory.merged() if memory is not None else []), *program.global_ranges()]
     flat = [x for begin, end, _, writable, constant in ranges for x in (begin, end, writable + 2 * constant)]
     range_array = (ctypes.c_uint64 * max(1, len(flat)))(*flat)
     name_array = (ctypes.c_char_p * max(1, len(ranges)))(*[r[2].encode() for r in ranges])
     a = _LaunchArguments()
-    a.grid[:], a.block[:], a.cluster[:] = grid, block, cluster
+    a.cluster[:] = cluster
     a.schedule, a.seed = SCHEDULES[options.schedule], options.seed
     a.dynamic_smem, a.max_instructions = dynamic_smem_bytes, options.max_instructions
-    a.params, a.params_bytes = base, len(data)
+    a.grids, a.grid_count, a.params_bytes = grids, len(launches), k.param_bytes
     a.ranges = ctypes.cast(range_array, ctypes.c_void_p)
     a.range_names = ctypes.cast(name_array, ctypes.c_void_p)
     a.range_count, a.check_global = len(ranges), int(memory is not None)
     a.track_order = int(options.checks.order)
     a.multiprocessors = rates_of(k.target).sms
-    a.dependent = int(dependent)
-    a.left_out_from, a.left_out_to = _left_out(grid, cluster, options.ends)
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 
@@ -329,8 +381,8 @@ def launch(
         raise _error(k, result, lib.emu_message().decode(errors="replace"))
     return make_report(
         k,
-        grid,
-        block,
+        launches[0].grid if len(launches) == 1 else (sum(math.prod(one.grid) for one in launches), 1, 1),
+        launches[0].block,
         cluster,
         list(result.counters),
         [list(c) for c in counts],

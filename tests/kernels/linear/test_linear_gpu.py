@@ -112,7 +112,7 @@ def test_an_instruction_sums_16_consecutive_channels(kernel: str, tile: str) -> 
 
 @pytest.mark.parametrize("channels", [24, 192, 584], ids="K{}".format)
 def test_channels_are_summed_in_order(kernel: str, channels: int) -> None:
-    """Also with an end inside an instruction, with segments of unequal length and with empty ones."""
+    """The cases include a K that ends inside an instruction, segments of unequal length, and empty segments."""
     x, weight = normal(5, 2, channels, seed=14), normal(2, 17, channels, seed=15)
     x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
     expected = in_order(x, weight)

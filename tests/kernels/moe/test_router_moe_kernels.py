@@ -193,7 +193,7 @@ def test_the_kernel_chooses_by_token_id(kernel: str, table_dtype: torch.dtype, i
 
 
 def test_hashed_tokens_have_their_bits_in_any_batch(kernel: str) -> None:
-    """Also among tokens whose logits are NaN or infinite, or whose id is outside the table."""
+    """The batches include tokens whose logits are NaN or infinite, or whose id is outside the table."""
     logits, ids = normal(9, 256, seed=24) * 3, torch.tensor([3, 49, 0, 7, 7, 12, 2**40, -5, 30])
     table = torch.randint(0, 256, (50, 6), generator=torch.Generator().manual_seed(25))
     logits[0], logits[2] = NAN, INF

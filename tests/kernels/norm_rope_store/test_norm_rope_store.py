@@ -67,7 +67,7 @@ def three_destinations(last: RowFormat = FP8) -> list[Destination]:
 
 @pytest.mark.parametrize("qat", [False, True], ids=["no_qat", "qat"])
 def test_the_reference_is_its_parts_in_turn(qat: bool) -> None:
-    """In fp32, with dimensions of a small model."""
+    """The comparison is in fp32, with the dimensions of a small model."""
     q, kv, weight = normal(TOKENS, 3, 24, seed=3), normal(TOKENS, 24, seed=4), normal(24, seed=5)
     frequencies, store = rope_frequencies(8, 1e4, None), KVRows.allocate(70, PLAIN, 24, 8, torch.float32, "cpu", NAN)
     rows = torch.tensor([5, -1, 0, 69, 3, -1, 1])
@@ -218,7 +218,7 @@ def test_the_kernel_norms_and_rotates(kernel: str, many: bool, schedule: str, re
 
 
 def test_the_kernel_rounds_what_plain_rows_keep(kernel: str) -> None:
-    """With the first destination in FP8: plain rows hold the values of its codes."""
+    """If the first destination is in FP8, plain rows hold the values of its codes."""
     q, kv, weight = inputs(1)
     exact, rounded = three_destinations(PLAIN), three_destinations(PLAIN)
     run(kernel, q, kv, weight, exact)

@@ -118,7 +118,7 @@ SHAPES = {"rows": (512,), "heads_6": (6, 512), "index_heads": (4, 128), "one_hea
 @pytest.mark.parametrize("inverse", [False, True], ids=["forth", "back"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_rotates(kernel: str, shape: str, inverse: bool) -> None:
-    """In a tensor with gaps between tokens; the gaps are not written."""
+    """The tensor has gaps between tokens, which are not written."""
     dims = SHAPES[shape]
     around = normal(TOKENS, 3 + int(np.prod(dims)) // 8, 8, seed=2).flatten(1)
     x = around[:, 16:-8].unflatten(1, dims)
@@ -211,7 +211,7 @@ def test_the_kernel_norms(kernel: str, dim: int, dtype: torch.dtype | None) -> N
 
 @pytest.mark.parametrize("dim", [1024, 7168])
 def test_the_kernel_norms_a_row_alike_in_any_batch(kernel: str, dim: int) -> None:
-    """In batches whose other rows have NaN and infinity, too."""
+    """The batches include some whose other rows hold NaN and infinity."""
     x, weight = some_rows(5, dim).contiguous(), weight_of(dim, torch.float32)
     got = normed(kernel, x, weight)
     assert same_bits(normed(kernel, x[3:4], weight), got[3:4])
@@ -340,7 +340,7 @@ def test_the_gpu_norms_as_codes(kernel_here: str, dim: int, count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", DIMS)
 def test_the_gpu_norms(kernel_here: str, dim: int) -> None:
-    """Also beyond 2 GB, where rows have the bits that they have alone."""
+    """Rows beyond 2 GB have the bits that they have alone."""
     x, weight = some_rows(5, dim), weight_of(dim, torch.float32)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
     got = norm.rms_norm(x.cuda(), weight.cuda(), EPS, kernel_here)

@@ -118,7 +118,7 @@ class Engine(Requests):
         self.runner = SimpleNamespace(
             token_to_kv_pool=self.pool, req_to_token_pool=table, device="cpu", model_config=config
         )
-        with get_parallel().override(tp_size=1):
+        with get_parallel().override(attn_tp_size=1):
             self.backend = Dsv4AttentionBackend(self.runner)
         self.geometry, self.sequences, self.slots = geometry, sequences, slots
 

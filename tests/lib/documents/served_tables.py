@@ -191,9 +191,9 @@ def deterministic() -> str:
 
     def rows() -> Iterator[list[str]]:
         for name, label in (
-            ("exact_h100", "one H100"),
-            ("exact_h100_x2", "two H100s, `--tp 2`"),
-            ("exact_h200", "one H200"),
+            ("determinism_h100", "one H100"),
+            ("determinism_h100_x2", "two H100s, `--tp 2`"),
+            ("determinism_h200", "one H200"),
         ):
             result = load(name)
             # SGLang's own test counts distinct samples, which are not answers compared with a cold one.
@@ -218,10 +218,10 @@ def deterministic_price() -> str:
     rows = (
         [
             labels[row["work"]].format(row["requests"]),
-            *(whole(row[key]) for key in ("default", "exact")),
+            *(whole(row[key]) for key in ("default", "deterministic")),
             f"{row['ratio']:.2f}",
         ]
-        for row in load("exact_h200")["rows"]
+        for row in load("determinism_h200")["rows"]
     )
     return markdown(("tok/s", "default", "under the flag", "ratio"), rows)
 

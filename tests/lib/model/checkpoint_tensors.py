@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sglang_dsv4.cpu.random_checkpoint import PRESETS
+
 Checkpoint = dict[str, Tensor]
+SMALL = replace(  # messages in tests name its shapes
+    PRESETS["tiny"],
+    hidden_size=256,
+    num_attention_heads=8,
+    q_lora_rank=128,
+    moe_intermediate_size=128,
+    n_routed_experts=8,
+)
+
+
+def read(folder: Path) -> Checkpoint:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def snapshot(model: nn.Module) -> Checkpoint:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from model.checkpoint_tensors import Checkpoint
+from model.checkpoint_tensors import Checkpoint, snapshot
 from model.harness import Harness
 from torch import Tensor, nn
 
@@ -153,3 +153,15 @@ def different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Sequence
     """Names of the tensors that differ in two results of `Trainer.bits`."""
     assert found.keys() == expected.keys()
     return [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+def loaded(trainer: Trainer, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The bits of both models after a load of this checkpoint; the old weights are in the models afterwards."""
+    before = {role: snapshot(model) for role, model in trainer.models.items()}
+    for model in trainer.models.values():
+        model.load_weights(checkpoint.items())
+    bits = trainer.bits()
+    for role, model in trainer.models.items():
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(before[role][name])
+    return bits

@@ -8,6 +8,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
+from serving.root_logger import root_logger_kept
 
 
 @contextmanager
@@ -23,7 +24,9 @@ def running_engine(**options: Any) -> Iterator[Any]:
     before = children()
     with use_context(RuntimeContext(parallel=ParallelContext())):
         try:
-            yield sglang.Engine(**options)
+            with root_logger_kept():
+                engine = sglang.Engine(**options)
+            yield engine
         finally:
             own = children() - before
             for process in own:

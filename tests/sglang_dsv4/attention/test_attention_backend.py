@@ -255,7 +255,7 @@ def off_by_a_factor(parts: Sequence[Pages], out: Tensor) -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions over the same wrong rows."""
+    """With the kernel's rows SGLANG_DSV4_COMPARE_ATTENTION would compare two attentions over the same wrong rows."""
     outputs, sequences = [], Sequences(FP8, 20)
     loader = f"{__name__}:{off_by_a_factor.__name__}"
     registry.register("unpack_pages", "off", loader, ops.any_device, 100)
@@ -272,7 +272,7 @@ def test_the_reference_unpacks_by_reference(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_large_chunk_unpacks_and_a_small_one_does_not(
     monkeypatch: pytest.MonkeyPatch, formats_read: list[RowFormat]
 ) -> None:
-    """By the real rule, except for the limit on heads: this model has few, whose kernel reads FP8 rows."""
+    """The real rule decides, without its limit on heads: this model has few heads, whose kernel reads FP8 rows."""
     monkeypatch.setattr(attention_backend.unpacking, "FEW_HEADS", 0)
     engine = Engine(FP8, Sequences(FP8, 708))
     engine.forward(EXTEND, [(0, 700)])
@@ -296,6 +296,19 @@ def test_idle_forward(sequences: Sequences) -> None:
     before = [(name, layer, storage.clone()) for name, layer, storage in engine.pool.tensors()]
     assert engine.forward(ForwardMode.IDLE, []) == {}
     assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(before, engine.pool.tensors(), strict=True))
+
+
+def test_rows_that_pad_a_group_without_requests_touch_no_requests_rows(
+    sequences: Sequences, stepwise: dict[tuple[int, int], Tensor]
+) -> None:
+    """Attention data parallelism gives an idle group rows of other groups' number; they are the null slot's."""
+    engine = Engine(SMALL, sequences)
+    engine.forward(EXTEND, [(0, 130)])
+    for padding in (1, 3):
+        assert engine.forward(ForwardMode.IDLE, [], padding=padding) == {}
+        metadata = engine.backend.metadata
+        assert metadata.num_tokens == padding and (metadata.ring_rows < SMALL.ring_rows).all()
+    assert_same(engine.forward(ForwardMode.DECODE, [(0, 1)]), stepwise)
 
 
 def test_a_prefix_without_its_tail_is_refused(sequences: Sequences) -> None:

@@ -165,7 +165,7 @@ def test_a_name_in_the_environment_decides(kernel: list[Problem], monkeypatch: p
 
 
 def test_the_backend_splits_decode_and_not_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It also limits the indexer's lists to visible entries; keys of a verify step are split as in decode."""
+    """The backend also limits the indexer's lists to visible entries, and splits a verify step's keys as in decode."""
     seen: list[SimpleNamespace] = []
     original = attention_backend.sparse_attention
 

@@ -43,7 +43,7 @@ def test_a_prefix_goes_from_its_end(tmp_path: Path) -> None:
 
 
 def test_a_restart_finds_the_ages(tmp_path: Path) -> None:
-    """It also finds the older files that other servers have left below the folder, and deletes them first."""
+    """The limit also finds the older files that other servers have left below the folder, and deletes them first."""
     other = RecordFiles(tmp_path, {"weights": "w0"})
     other.set(key(77), record(77))
     files = limited(tmp_path, 10)

@@ -77,7 +77,7 @@ def test_round_trip(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_host_memory_round_trip(name: str) -> None:
-    """In batches of two; slots in any order."""
+    """Records are copied in batches of two, to slots in any order."""
     pool = pool_of(name)
     fill(pool, 3)
     host = HostRecords(pool.page_records(), 12)

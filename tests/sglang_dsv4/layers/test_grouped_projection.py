@@ -47,6 +47,12 @@ IN_FP8 = ("fp8", "both")
 Build = Callable[..., nn.Module]
 
 
+@pytest.fixture(autouse=True)
+def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention data parallelism is off."""
+    monkeypatch.setattr(grouped_projection.data_parallel, "is_on", lambda: False)
+
+
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """A rank's loaded model with one projection."""
@@ -54,7 +60,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     monkeypatch.setattr(grouped_projection, "_expanded", grouped_projection._expanded.__wrapped__)
 
     def build(kept: str, tp_size: int = 1, tp_rank: int = 0, weights: dict[str, Tensor] | None = None) -> nn.Module:
-        parallel = SimpleNamespace(tp_size=tp_size, tp_rank=tp_rank)
+        parallel = SimpleNamespace(attn_tp_size=tp_size, attn_tp_rank=tp_rank)
         monkeypatch.setattr(grouped_projection, "get_parallel", lambda: parallel)
         monkeypatch.setattr(grouped_projection, "kept", lambda *_: kept)
         model = nn.Module()
@@ -120,7 +126,7 @@ def test_loading_again_replaces_all(build: Build, in_fp8: str) -> None:
 
 
 def test_the_expanded_weight_is_no_tensor_of_the_checkpoint(build: Build) -> None:
-    """It is a buffer, because SGLang keeps buffers while a server sleeps."""
+    """The expanded weight is a buffer, because SGLang keeps buffers while a server sleeps."""
     model = build("both")
     assert "attn.wo_a.expanded" not in model.state_dict()
     assert "attn.wo_a.expanded" in dict(model.named_buffers())
@@ -177,6 +183,24 @@ def test_what_is_kept_where(asked: Callable[[str | None], str | None], value: st
             grouped_projection.kept(CONFIG, 10, torch.bfloat16)
     else:
         assert grouped_projection.kept(CONFIG, 10, torch.bfloat16) == "bf16"
+
+
+@pytest.mark.parametrize(("ranks_of_a_group", "kept"), [(1, "fp8"), (2, "fp8"), (4, "both")])
+def test_groups_of_ranks_keep_memory_for_kv(ranks_of_a_group: int, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pro's sizes: the bf16 form takes 7.6 GiB over the ranks of a group; Flash's 2.7 stay."""
+    sizes = {"num_hidden_layers": 61, "num_attention_heads": 128, "o_groups": 16, "o_lora_rank": 1024}
+    pro = SimpleNamespace(**vars(CONFIG) | sizes)
+    flash = SimpleNamespace(
+        **vars(CONFIG) | sizes | {"num_hidden_layers": 43, "num_attention_heads": 64, "o_groups": 8}
+    )
+    monkeypatch.delenv(grouped_projection.VARIABLE, raising=False)
+    monkeypatch.setattr(grouped_projection, "get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks_of_a_group))
+    assert grouped_projection.kept(pro, 9, torch.bfloat16) == "both"
+    monkeypatch.setattr(grouped_projection.data_parallel, "is_on", lambda: True)
+    assert grouped_projection.kept(pro, 9, torch.bfloat16) == kept
+    assert grouped_projection.kept(flash, 9, torch.bfloat16) == "both"
+    monkeypatch.setenv(grouped_projection.VARIABLE, "both")
+    assert grouped_projection.kept(pro, 9, torch.bfloat16) == "both"
 
 
 @pytest.mark.parametrize(

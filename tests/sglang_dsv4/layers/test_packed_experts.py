@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.moe import ref
 from sglang_dsv4.determinism import sglang_operators
-from sglang_dsv4.layers import moe, packed_experts
+from sglang_dsv4.layers import local_experts, moe, packed_experts
 from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
-from sglang_dsv4.weights.host_part import Part
+from sglang_dsv4.weights.updates.host_part import Part
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -53,7 +53,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedExperts]:
 
     def build(tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0) -> PackedExperts:
         parallel = SimpleNamespace(moe_tp_size=tp_size, moe_tp_rank=tp_rank, moe_ep_size=ep_size, moe_ep_rank=ep_rank)
-        monkeypatch.setattr(packed_experts, "get_parallel", lambda: parallel)
+        monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
         layer = PackedExperts(CONFIG, "model.layers.0.ffn.experts")
         load(layer)
         return layer
@@ -230,7 +230,7 @@ class Summed(nn.Module):
 def test_the_layer_adds_the_shared_expert(
     rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 on one rank; on several ranks a part in the dtype in which parts are added."""
+    """The sum is in bf16 on one rank; on several ranks a rank's part has the dtype in which parts are added."""
     from ptx_emulator import emulated
 
     x, weights, ids = batch()
@@ -264,7 +264,7 @@ def test_what_it_does_not_serve_is_named(
     change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parallel = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1, moe_ep_rank=0)
-    monkeypatch.setattr(packed_experts, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
     with pytest.raises(ConfigError, match=message):
         PackedExperts(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
 

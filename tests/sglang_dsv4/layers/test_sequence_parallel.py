@@ -90,7 +90,7 @@ def test_prefills_of_many_tokens_are_sharded(second_of_two: None, monkeypatch: p
 
 
 def test_forwards_that_cuda_graphs_capture_are_not_sharded(second_of_two: None) -> None:
-    """Also if many requests verify many drafts."""
+    """Verify steps of many requests with many drafts are not sharded either."""
     of_graphs = [mode for mode in ForwardMode if mode.is_cuda_graph() and not mode.is_dllm_extend()]
     for mode in (*of_graphs, ForwardMode.DRAFT_EXTEND_V2):
         assert sequence_parallel.of_forward(mode, 8192) is ALL_ROWS

@@ -45,7 +45,7 @@ def test_blocks_are_the_equations(drafted: Drafted, prompt: int) -> None:
 
 
 def test_quantised_rows(quantised: Drafted) -> None:
-    """From the same taps. With another order of fp32 sums one value in 10,000 is rounded to another code."""
+    """Both start from the same taps. With another order of fp32 sums one value in 10,000 is rounded to another code."""
     request = quantised.harness.open()
     ((_, taps),) = quantised.harness.step_with_streams([(request, quantised.tokens[:200].tolist())])
     quantised.draft.inject_prefill(request, taps, 0)

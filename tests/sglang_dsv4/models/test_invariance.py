@@ -44,7 +44,7 @@ def test_chunking(served: Served, whole: list[Tensor], chunk_tokens: int | None)
 
 
 def test_one_token_at_a_time(served: Served, whole: list[Tensor]) -> None:
-    """In prefill chunks of one token, and by decode; past the end of the first HCA group."""
+    """Tokens are computed in prefill chunks of one token, or by decode, past the end of the first HCA group."""
     tokens = served.corpus[0][:140]
     assert_same_bits(served.harness.run(tokens, 64, decode_from=100), whole[0][:140])
     assert_same_bits(served.harness.run(tokens[:24], 1), whole[0][:24])

@@ -69,7 +69,7 @@ def test_prompt_alone(served: Served, length: int, chunk_tokens: int | None) -> 
 @BOTH_SCHEDULES
 @pytest.mark.parametrize("start", [1, 120, 250])
 def test_token_by_token_decode(served: Served, start: int) -> None:
-    """From the first tokens; past the ends of the window, of a page and of both kinds of groups."""
+    """Decode starts after the first tokens and passes the ends of the window, of a page and of both kinds of groups."""
     sequence = 3
     tokens = served.corpus[sequence][: start + 24]
     assert_equal_logits(

@@ -120,7 +120,7 @@ def test_moe(fp32_run: Run, layer: int) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_block(fp32_run: Run, layer: int) -> None:
-    """From streams to streams: both sublayers with their hyper-connections; the reference makes its own choices."""
+    """A whole block: both sublayers with their hyper-connections; the reference makes its own choices."""
     served = fp32_run.served
     expected = served.reference.block(
         fp32_run.record("block.in", layer), f"layers.{layer}.", fp32_run.ratio(layer), fp32_run.tokens

@@ -130,7 +130,7 @@ def test_minimal_state_is_enough(served: Served, length: int, mode: Mode) -> Non
 @pytest.mark.parametrize("length", [3, 129, 257])
 @pytest.mark.parametrize("mode", ["extend", "decode"])
 def test_minimal_state_of_byte_rows(serve: Callable[..., Served], length: int, mode: Mode) -> None:
-    """With 584-byte rows and FP4 keys, and all other bytes 0xFF (NaN in every format), the bits do not change."""
+    """With 584-byte rows and FP4 keys the bits do not change if all other bytes are 0xFF (NaN in every format)."""
     served = serve("flash-like", dtype="bfloat16", qat="full", server_args=dict(kv_cache_dtype="fp8_e4m3"), **REAL_ROWS)
     harness, tokens = served.harness, served.corpus[1][: length + 8]
     expected = harness.run(tokens)

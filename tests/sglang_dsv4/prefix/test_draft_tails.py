@@ -123,7 +123,7 @@ def test_after_a_tail_of_decoding(engine: DraftingEngine) -> None:
 
 
 def test_a_request_that_ends_with_its_page(engine: DraftingEngine) -> None:
-    """Its rings are saved before the next forward, whichever request has its slot then."""
+    """The request's rings are saved before the next forward, whichever request has its slot then."""
     engine.flush()
     prompt, output = some(6, 250), some(7, 20)
     engine.serve(prompt, output[:8])

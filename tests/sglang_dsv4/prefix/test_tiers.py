@@ -336,7 +336,7 @@ def key_of(prompt: list[int]) -> RadixKey:
 
 
 def test_a_failed_read_shortens_the_hit(backend: Backend) -> None:
-    """It does so although the look-up found the whole prefix."""
+    """The hit is shortened although the look-up found the whole prefix."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend)
     engine.prefixes = Names(PROMPT)
@@ -351,7 +351,7 @@ def test_a_failed_read_shortens_the_hit(backend: Backend) -> None:
 
 
 def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
-    """It is computed; the pages read for it serve the next request."""
+    """A request whose prefetch is too slow is computed; the pages that were read for it serve the next request."""
     filled(WritePolicy.WRITE_THROUGH, backend)
     engine = stored(WritePolicy.WRITE_THROUGH, backend, options=PrefetchOptions("best_effort"))
     engine.prefixes = Names(PROMPT)
@@ -396,7 +396,7 @@ def test_a_storage_backend_that_cannot_be_written_costs_nothing_else(policy: Wri
 
 
 def test_a_page_that_was_freed_before_its_copy_was_issued_is_not_stored() -> None:
-    """Its slot holds another page's bytes by then."""
+    """By the time of the copy the page's slot holds another page's bytes."""
     tiers = HostTier(PageCopies(Records(4, 1), SimpleNamespace()), reports_saved=True)
     tiers.inserted([b"a"], torch.tensor([1]))
     tiers.inserted([b"b"], torch.tensor([2]))

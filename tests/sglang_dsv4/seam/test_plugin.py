@@ -43,6 +43,20 @@ def test_a_hook_on_a_missing_target_is_not_swallowed() -> None:
         install.install(hooks.HOOKS[-1]._replace(target=gone, kind=hooks.Kind.AROUND))
 
 
+def test_a_row_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a prefix cache was made before the plugin was loaded: SGLang refuses a second tree core of that name."""
+    done: list[hooks.Hook] = []
+    monkeypatch.setattr(install, "_installed", [])
+    monkeypatch.setattr(self_check, "_failures", [])
+    monkeypatch.setattr(install, "_INSTALLERS", dict.fromkeys(hooks.Kind, done.append))
+    install.install(hooks.TREE_CORE)
+    monkeypatch.setattr(plugin, "processes", lambda: set(Process))
+    for _ in range(2):
+        plugin.setup()
+    assert done.count(hooks.TREE_CORE) == 1 and len(set(done)) == len(done) > 100
+    assert not self_check._failures
+
+
 def test_a_failure_is_remembered_and_the_other_hooks_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from documents import server_flags
 from documents.server_flags import Flag, Row
+from serving.root_logger import root_logger_kept
 
 from sglang_dsv4.seam import hooks, install, refused_flags
 
@@ -60,7 +61,7 @@ def actions() -> dict[str, argparse.Action]:
     from sglang.srt.server_args import ServerArgs
 
     (choice,) = [hook for hook in hooks.HOOKS if hook.target.endswith("add_moe_runner_backend_choices")]
-    install.install_once(choice)  # as the plugin does in the launcher
+    install.install(choice)  # as the plugin does in the launcher
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return {name: action for action in parser._actions for name in action.option_strings if action.dest != "help"}
@@ -198,7 +199,8 @@ def test_a_file_may_hold_the_flags(checkpoint: Path, tmp_path: Path) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     (tmp_path / "flags.yaml").write_text(f"model-path: {checkpoint}\nmax-total-tokens: 4096\n")
-    arguments = prepare_server_args(["--config", str(tmp_path / "flags.yaml"), "--max-running-requests", "3"])
+    with root_logger_kept():
+        arguments = prepare_server_args(["--config", str(tmp_path / "flags.yaml"), "--max-running-requests", "3"])
     assert (arguments.model_path, arguments.max_total_tokens) == (str(checkpoint), 4096)
     assert arguments.max_running_requests == 3
 

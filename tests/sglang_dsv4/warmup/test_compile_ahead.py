@@ -21,6 +21,7 @@ from dsv4_kernels.sparse_attention import sparse_attention
 from sglang_dsv4.attention import implementation
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import SWA_RATIO
 from sglang_dsv4.warmup import compile_ahead, model_shapes
@@ -58,6 +59,7 @@ def jobs(config: Config, geometry: PoolGeometry = GEOMETRY) -> list[tuple[str, C
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_shapes.sequence_parallel, "may_be", lambda: False)
+    monkeypatch.setattr(data_parallel, "is_on", lambda: False)
 
 
 def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:
@@ -110,6 +112,21 @@ def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     forms = ((24, True), (24, False))
     own = {repr(hyper_connection.chosen(n, 4096, *form, False, fp8=False)) for n in sizes for form in forms}
     assert compiled() == whole | own and not own & whole
+
+
+def test_kernels_of_groups_of_ranks_are_compiled(hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any number are gathered before the experts, and quantised after that."""
+    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+
+    monkeypatch.setattr(data_parallel, "is_on", lambda: True)
+    monkeypatch.setattr(model_shapes, "get_parallel", lambda: SimpleNamespace(tp_size=2))
+    monkeypatch.setattr(model_shapes.grouped_projection, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    for _, job in jobs(config()):
+        job()
+    found = {text for name, text, _ in hopper if name == "hyper_connection"}
+    forms = [(rows, post, fp8) for rows, post in ((24, True), (24, False)) for fp8 in (True, False)]
+    for tokens in (1, 2, 33, 700):
+        assert {repr(hyper_connection.chosen(tokens, 4096, *form[:2], False, fp8=form[2])) for form in forms} <= found
 
 
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])

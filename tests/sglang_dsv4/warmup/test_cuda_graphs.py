@@ -61,7 +61,7 @@ def test_verify_steps_end_as_asked(
     from sglang.srt import runtime_context
     from sglang.srt.speculative.dspark_components import dspark_verify, dspark_worker_v2
 
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=ranks, attn_dp_size=1))
 
     monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
     if switch is not None:
@@ -81,6 +81,19 @@ def test_verify_steps_end_as_asked(
         "return target_model_type(target_worker) in _FUSED_ARGMAX_TARGETS",
         'self._target_is_dsv41 = target_model_type(target_worker) == "deepseek_v41"',
     ]
+
+
+def test_groups_of_ranks_have_no_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=2, attn_dp_size=2))
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=config))
+    monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
+    assert cuda_graphs.model_type_for_epilogue("deepseek_v4", worker) == "deepseek_v4"
+    monkeypatch.setenv(cuda_graphs.VERIFY_EPILOGUE, "on")
+    with pytest.raises(ValueError, match=r"SGLANG_DSV4_VERIFY_EPILOGUE=on with --attn-dp-size above 1: unset it"):
+        cuda_graphs.model_type_for_epilogue("deepseek_v4", worker)
 
 
 def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

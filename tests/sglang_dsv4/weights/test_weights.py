@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from model.checkpoint_tensors import (
+    SMALL,
     Checkpoint,
     assert_same,
     e8m0,
@@ -37,14 +38,6 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.weights.loader import CheckpointError, cut_tensors, load_checkpoint
 from sglang_dsv4.weights.tensor_table import main_model_tensors, mtp_tensors
 
-SHAPE = replace(  # the messages below name shapes
-    PRESETS["tiny"],
-    hidden_size=256,
-    num_attention_heads=8,
-    q_lora_rank=128,
-    moe_intermediate_size=128,
-    n_routed_experts=8,
-)
 QUANTISED = "layers.1.attn.wq_b"
 EXPERT = "layers.2.ffn.experts.3.w2"
 
@@ -52,7 +45,7 @@ EXPERT = "layers.2.ffn.experts.3.w2"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("quantised")
-    write_checkpoint(path, SHAPE, seed=3)
+    write_checkpoint(path, SMALL, seed=3)
     return path
 
 
@@ -131,9 +124,9 @@ def test_values_are_loaded_into_their_parameters(main: nn.Module, quantised: Che
     shared = parameters["model.layers.2.ffn.shared_experts.w13.weight"].float()
     assert torch.equal(shared, torch.cat([plain[f"layers.2.ffn.shared_experts.{m}.weight"] for m in ("w1", "w3")]))
     groups = parameters["model.layers.0.attn.wo_a.weight"].float()
-    assert groups.shape == (SHAPE.o_groups, SHAPE.o_lora_rank, SHAPE.num_attention_heads * 512 // SHAPE.o_groups)
+    assert groups.shape == (SMALL.o_groups, SMALL.o_lora_rank, SMALL.num_attention_heads * 512 // SMALL.o_groups)
     assert torch.equal(groups.flatten(0, 1), plain["layers.0.attn.wo_a.weight"])
-    assert torch.equal(parameters["lm_head.weight"][: SHAPE.vocab_size], plain["head.weight"].float())
+    assert torch.equal(parameters["lm_head.weight"][: SMALL.vocab_size], plain["head.weight"].float())
 
 
 @pytest.mark.parametrize("order", ["weights-first", "scales-first", "shuffled"])
@@ -425,7 +418,7 @@ def dspark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
-    """Its draft is skipped by name: a name that no draft has is unknown, with or without a stage's number."""
+    """The draft's tensors are skipped by name: a name that no draft has is unknown, with or without a stage number."""
     tensors = {n: t for file in sorted(dspark_folder.glob("*.safetensors")) for n, t in load_file(file).items()}
     harness = Harness(dspark_folder)
     harness.model.load_weights(tensors.items())

@@ -105,11 +105,11 @@ class Places(NamedTuple):
     """A thread's addresses in shared memory."""
 
     stage: Int32
-    """Its 16 bytes of the first e4m3 buffer."""
+    """The thread's 16 bytes of the first e4m3 buffer."""
     chunks: tuple
-    """Its two 16-byte chunks of its first row in the first block of values."""
+    """The thread's two 16-byte chunks of its first row in the first block of values."""
     matrix: Int32
-    """Its row of the four matrices that the warp stores by one `stmatrix` to the first block of values."""
+    """The thread's row of the four matrices that the warp stores by one `stmatrix` to the first block of values."""
 
     @staticmethod
     def of(shared: cutlass.Constexpr, thread: Int32) -> "Places":

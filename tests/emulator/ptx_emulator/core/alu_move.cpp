@@ -61,17 +61,18 @@ HANDLER("unpack.2x32", Move) {
 HANDLER("mov.special", Plain) {
   const Cta &c = *w.cta;
   const Machine &m = machine;
+  const Grid &grid = *c.cluster->grid;
   for (int i : lanes_of(lanes)) {
     u32 t = w.index * kLanes + (u32)i;
     i64 which = in.aux[0];
     u64 v = 0;
     switch (which) {
-      case 0: v = t % m.block[0]; break;
-      case 1: v = t / m.block[0] % m.block[1]; break;
-      case 2: v = t / (m.block[0] * m.block[1]); break;
+      case 0: v = t % grid.block[0]; break;
+      case 1: v = t / grid.block[0] % grid.block[1]; break;
+      case 2: v = t / (grid.block[0] * grid.block[1]); break;
       case 3: case 4: case 5: v = c.id[which - 3]; break;
-      case 6: case 7: case 8: v = m.block[which - 6]; break;
-      case 9: case 10: case 11: v = m.grid[which - 9]; break;
+      case 6: case 7: case 8: v = grid.block[which - 6]; break;
+      case 9: case 10: case 11: v = grid.size[which - 9]; break;
       case 12: v = (u64)i; break;
       case 13: v = w.index; break;
       case 14: v = c.rank; break;
@@ -79,9 +80,9 @@ HANDLER("mov.special", Plain) {
       case 16: case 17: case 18: v = c.id[which - 16] % m.cluster_shape[which - 16]; break;
       case 19: case 20: case 21: v = m.cluster_shape[which - 19]; break;
       case 22: case 23: case 24: v = c.id[which - 22] / m.cluster_shape[which - 22]; break;
-      case 25: case 26: case 27: v = m.grid[which - 25] / m.cluster_shape[which - 25]; break;
-      case 28: v = w.executed; break;                                   // %clock, %clock64, %globaltimer
-      case 29: v = (c.id[0] + (u64)m.grid[0] * (c.id[1] + (u64)m.grid[1] * c.id[2])) % 148; break;  // %smid
+      case 25: case 26: case 27: v = grid.size[which - 25] / m.cluster_shape[which - 25]; break;
+      case 28: v = w.executed; break;                                   // %clock, %clock64
+      case 29: v = (c.id[0] + (u64)grid.size[0] * (c.id[1] + (u64)grid.size[1] * c.id[2])) % 148; break;  // %smid
       case 30: v = 148; break;                                          // %nsmid
       case 31: v = m.dynamic_smem; break;                               // %dynamic_smem_size
       case 32: v = m.dynamic_smem + m.program->static_smem_bytes; break;  // %total_smem_size
@@ -90,10 +91,11 @@ HANDLER("mov.special", Plain) {
       case 35: v = 1u << i; break;                                      // %lanemask_eq
       case 36: v = ~((1u << i) - 1); break;                             // %lanemask_ge
       case 37: v = ~(((1u << i) - 1) | 1u << i); break;                 // %lanemask_gt
-      case 38: v = (m.block[0] * m.block[1] * m.block[2] + 31) / 32; break;  // %nwarpid
+      case 38: v = (grid.threads() + 31) / 32; break;  // %nwarpid
       case 39: v = m.cluster_shape[0] * m.cluster_shape[1] * m.cluster_shape[2] > 1; break;  // %is_explicit_cluster
       case 40: v = kReservedSmem; break;                                // %reserved_smem_offset_begin/_cap/...
       case 41: v = 0; break;
+      case kTimerRegister: v = kTimerStart + w.executed + m.waited_ns; break;       // %globaltimer: a nanosecond an instruction
     }
     if (in.aux[1] == 8) row<u64>(w, in.op[0])[i] = v;
     else row<u32>(w, in.op[0])[i] = (u32)v;
@@ -102,7 +104,7 @@ HANDLER("mov.special", Plain) {
 }
 // The address of a kernel parameter (parameters are read in place).
 HANDLER("mov.param", Plain) {
-  each_lane<u64>(w, in.op[0], lanes, [&](int) { return (u64)(machine.params + in.aux[0]); });
+  each_lane<u64>(w, in.op[0], lanes, [&](int) { return (u64)(w.cta->cluster->grid->params + in.aux[0]); });
   return Step::Done;
 }
 // The shared::cluster address of a variable of this CTA.

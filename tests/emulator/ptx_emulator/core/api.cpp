@@ -56,20 +56,25 @@ void *emu_program(u32 count, const char *const *names, const i64 *table, const u
 }
 void emu_program_free(void *p) { delete static_cast<Program *>(p); }
 
+struct GridArguments {
+  u32 device, dependent;
+  u32 size[3], block[3];
+  u32 late;  // its GPU starts nothing while anything else can run
+  const u8 *params;
+  u64 left_out_from, left_out_to;
+};
 struct LaunchArguments {
-  u32 grid[3], block[3], cluster[3];
+  u32 cluster[3];
   u32 schedule;
   u64 dynamic_smem, seed, max_instructions;
-  const u8 *params;
-  u64 params_bytes;
+  const GridArguments *grids;  // of a GPU in the order of its stream
+  u64 grid_count, params_bytes;
   const u64 *ranges;  // begin, end, 1: writable + 2: constant
   const char *const *range_names;
   u64 range_count;
   u32 check_global, track_order;
   u8 level[32];
   u32 multiprocessors;
-  u32 dependent;
-  u64 left_out_from, left_out_to;
 };
 struct LaunchResult {
   i32 failed, kind, line, warp;
@@ -85,25 +90,39 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   machine = Machine();
   Machine &m = machine;
   m.program = static_cast<const Program *>(program);
-  for (int k = 0; k < 3; k++) m.grid[k] = a->grid[k], m.block[k] = a->block[k], m.cluster_shape[k] = a->cluster[k];
+  for (int k = 0; k < 3; k++) m.cluster_shape[k] = a->cluster[k];
   m.dynamic_smem = a->dynamic_smem;
-  m.params = a->params;
   m.schedule = (Schedule)a->schedule;
   m.random_state = a->seed * 0x9e3779b97f4a7c15ull + 0x1234567;
   m.limit = a->max_instructions;
   m.check_global = a->check_global;
   m.track_order = a->track_order;
   m.multiprocessors = a->multiprocessors;
-  m.dependent = a->dependent;
-  m.left_out_from = a->left_out_from;
-  m.left_out_to = a->left_out_to;
-  if (!m.left_out_from) m.clusters_started = m.left_out_to;
+  u64 clusters = 0;
+  for (u64 k = 0; k < a->grid_count; k++) {
+    const GridArguments &g = a->grids[k];
+    Grid grid;
+    grid.device = g.device;
+    grid.dependent = g.dependent;
+    grid.params = g.params;
+    grid.first_sequence = (u32)clusters;
+    grid.clusters = 1;
+    for (int d = 0; d < 3; d++) grid.size[d] = g.size[d], grid.block[d] = g.block[d], grid.clusters *= g.size[d] / a->cluster[d];
+    grid.left_out_from = g.left_out_from;
+    grid.left_out_to = g.left_out_to;
+    if (!grid.left_out_from) grid.started = grid.left_out_to;
+    clusters += grid.clusters;
+    m.grids.push_back(grid);
+    if (m.gpus.size() <= g.device) m.gpus.resize(g.device + 1);
+    m.gpus[g.device].grids.push_back((u32)k);
+    m.gpus[g.device].late |= g.late;
+  }
   for (int k = 0; k < (int)ErrorKind::Count; k++) m.level[k] = (Level)a->level[k];
   for (u64 k = 0; k < a->range_count; k++)
     m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], (a->ranges[3 * k + 2] & 1) != 0,
                         (a->ranges[3 * k + 2] & 2) != 0, a->range_names[k]});
   if (m.check_global)
-    m.ranges.push_back({(u64)a->params, (u64)a->params + a->params_bytes, false, true, "kernel parameters"});
+    for (const Grid &g : m.grids) m.ranges.push_back({(u64)g.params, (u64)g.params + a->params_bytes, false, true, "kernel parameters"});
   std::sort(m.ranges.begin(), m.ranges.end(), [](auto &x, auto &y) { return x.begin < y.begin; });
   size_t n = m.program->code.size();
   m.executions.assign(n, 0);
@@ -112,7 +131,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   memset(r, 0, sizeof *r);
   g_message.clear();
   try {
-    run_grid();
+    run_grids();
   } catch (const Failure &f) {
     r->failed = 1;
     r->kind = (i32)f.kind;

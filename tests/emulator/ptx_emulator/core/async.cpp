@@ -137,6 +137,7 @@ bool complete_one(Cluster &c) {
     AsyncPtr op = free[k];
     free.erase(free.begin() + (long)k);
     op->complete();
+    if (free.empty()) c.in_flight.clear();
   } else if (queues[k - free.size()].ops) {
     auto *q = queues[k - free.size()].ops;
     AsyncPtr op = q->front();

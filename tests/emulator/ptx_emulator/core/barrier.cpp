@@ -2,6 +2,7 @@
 #include <cmath>
 #include "alu.h"
 #include "barrier.h"
+#include "in_flight.h"
 #include "numeric.h"
 #include "race.h"
 
@@ -43,7 +44,7 @@ static Step named_barrier(Warp &w, const Instruction &in, u32 lanes, u32 vote) {
   bool part = in.aux[2] && lanes != everyone;
   if (lanes != everyone && !part) return Step::NeedConvergence;
   bool all = in.op[1] == kNone;
-  u32 threads = machine.block[0] * machine.block[1] * machine.block[2];
+  u32 threads = w.cta->cluster->grid->threads();
   u32 expected = all ? (threads + 31) / 32 * 32 : uniform<u32>(w, in.op[1], lanes);
   if (expected == 0 || expected % kLanes || expected > (threads + 31) / 32 * 32)
     fail(ErrorKind::Barrier, &w, &in, "barrier %u: thread count %u is not a multiple of 32 within the block of %u", id,
@@ -125,7 +126,10 @@ HANDLER("barrier.cluster.wait", Sync) {
 
 // ---- fences. aux[0]: 0 both, 1 acquire, 2 release; aux[1]: scope.
 HANDLER("fence", Plain) {
-  if (in.aux[0] != 1) race::release_fence(w, (Scope)in.aux[1]);
+  if (in.aux[0] != 1) {
+    if (in.aux[1] == kSysScope) settle_in_flight(*w.cta->cluster);
+    race::release_fence(w, (Scope)in.aux[1]);
+  }
   if (in.aux[0] != 2) race::acquire_fence(w, (Scope)in.aux[1]);
   return Step::Done;
 }

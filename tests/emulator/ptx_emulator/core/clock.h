@@ -23,8 +23,7 @@ using Agent = u32;
 constexpr Agent kNoAgent = ~0u;
 
 // Memory scopes (PTX ISA, "Memory Consistency Model: Scope"); also the narrowest scope that includes two given threads.
-// There is one GPU, so .sys is .gpu.
-enum Scope : u8 { kCtaScope, kClusterScope, kGpuScope, kScopes };
+enum Scope : u8 { kCtaScope, kClusterScope, kGpuScope, kSysScope, kScopes };
 constexpr u8 kWeak = 0xff;  // the scope of an access that is not strong
 
 class Clock {
@@ -84,7 +83,8 @@ struct ClockPair {
     return order == o.order && fenced == o.fenced && tensor == o.tensor && foreign == o.foreign;
   }
 };
-// The clock that a strong store publishes to a reader in the same CTA, in another CTA of the cluster, or in another cluster.
+// The clock that a strong store publishes to a reader in the same CTA, in another CTA of the cluster, in another cluster, or
+// on another GPU.
 using HandedOn = std::array<std::shared_ptr<const ClockPair>, kScopes>;
 
 // The fixed agents of every warp; TMA loads and other free-running operations get agents after these (race::free_running).

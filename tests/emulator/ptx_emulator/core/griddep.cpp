@@ -24,7 +24,7 @@ static const GlobalRange *range_of(u64 address) {
 }
 
 void check_waited_for_grid(const Warp &w, const Instruction &in, u32 lanes, u64 address, bool write) {
-  if (!machine.dependent || !(lanes & ~w.waited_for_grid)) return;
+  if (!w.cta->cluster->grid->dependent || !(lanes & ~w.waited_for_grid)) return;
   const GlobalRange *range = range_of(address);
   if (range && range->constant && !write) return;
   report(ErrorKind::GridDependency, &w, &in, "%s %s before griddepcontrol.wait, while the previous grid may still use it",
@@ -33,7 +33,7 @@ void check_waited_for_grid(const Warp &w, const Instruction &in, u32 lanes, u64 
 
 // Tensor memory is allocated at run time, and an allocation waits until the current owner frees the columns.
 void check_allocation_beside_grids(const Warp &w, const Instruction &in) {
-  if (!machine.dependent) return;
+  if (!w.cta->cluster->grid->dependent) return;
   if (!w.cta->waited_for_grid || !w.waited_for_grid)
     report(ErrorKind::GridDependency, &w, &in,
            "tcgen05.alloc before griddepcontrol.wait: the previous grid may need the columns that this CTA holds while it waits");
@@ -44,7 +44,7 @@ void check_allocation_beside_grids(const Warp &w, const Instruction &in) {
 
 // The next grid's wait covers the end of this grid only. If no thread here waited, it implies nothing about earlier grids.
 void check_grid_dependency_at_exit(const Warp &w) {
-  if (!machine.dependent || w.cta->waited_for_grid) return;
+  if (!w.cta->cluster->grid->dependent || w.cta->waited_for_grid) return;
   Instruction at{};
   report(ErrorKind::GridDependency, &w, &at, "the CTA exits, and no thread of it executed griddepcontrol.wait");
 }

@@ -48,6 +48,8 @@ static inline u32 operand_bytes(Operand o) { return 4u << (o >> 29 & 3); }
 constexpr Operand kTruePredicate = 3u << 29;  // predicate 0 is constantly true
 
 constexpr int kAux = 10;
+constexpr i64 kTimerRegister = 42;           // %globaltimer in the decoder's SPECIAL_REGISTERS
+constexpr u64 kTimerStart = 1ull << 40;      // nanoseconds at the start of a launch
 struct Instruction {
   Handler run;
   Kind kind;
@@ -163,8 +165,8 @@ struct Warp {
   // The events published by its release fences of this scope or a wider one (for .relaxed arrivals and stores).
   ClockPair released[kScopes];
   HandedOn released_copy;  // copies of `released`, shared by all its relaxed stores; made on demand
-  // The events that .relaxed waits and loads saw, by relation of the writer: same CTA, same cluster, another cluster. An
-  // acquire fence of that scope or a wider one joins them into `now`.
+  // The events that .relaxed waits and loads saw, by relation of the writer: same CTA, same cluster, another cluster, another
+  // GPU. An acquire fence of that scope or a wider one joins them into `now`.
   ClockPair to_acquire[kScopes];
   // Its last strong load: a polling loop repeats it and learns nothing new until a warp stores to the location.
   struct {
@@ -269,7 +271,9 @@ struct Cta {
 
 struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
+  struct Grid *grid = nullptr;
   u32 sequence = 0;
+  std::unordered_map<u64, AsyncPtr> in_flight;  // its stores that no other GPU sees yet, by the address of the word
   u64 barrier_generation = 0;
   // Indexed by the parity of the generation: warps may arrive for the next generation before others arrive for this one.
   ClockPair barrier_gathering[2], barrier_complete[2];
@@ -288,9 +292,38 @@ struct GlobalRange {
   std::string name;
 };
 
+// One launch of the program.
+struct Grid {
+  u32 device = 0;
+  u32 size[3] = {1, 1, 1}, block[3] = {1, 1, 1};
+  const u8 *params = nullptr;
+  bool dependent = false;                      // launched with programmatic stream serialization
+  u32 first_sequence = 0;                      // sequence number of its first cluster
+  u64 clusters = 0, started = 0;               // x fastest; started, or canceled by clusterlaunchcontrol for a running cluster
+  u64 left_out_from = ~0ull, left_out_to = 0;  // clusters [from, to) never start
+  u32 threads() const { return block[0] * block[1] * block[2]; }
+  // Counts the next cluster as started, and returns its number.
+  u64 next_cluster() {
+    u64 number = started++;
+    if (started == left_out_from) started = left_out_to;
+    return number;
+  }
+  // The id of the first CTA of a cluster.
+  void first_cta(u64 cluster, u32 *id) const;
+};
+
+// A GPU: its grids run one after the other, as in one stream.
+struct Gpu {
+  std::vector<u32> grids;  // places in Machine::grids
+  size_t current = 0;
+  u32 resident = 0;            // clusters
+  bool late = false;           // starts nothing while anything else can run
+  std::map<u32, Clock> known;  // the events that its completed grids know, by sequence number of the cluster
+};
+
 // The clocks that one warp published by its strong stores to a location.
 struct Published {
-  u32 cluster, warp;
+  u32 cluster, warp, device;
   HandedOn handed;
 };
 struct PublishedAt {
@@ -311,21 +344,20 @@ struct Counters {
 
 struct Machine {
   const Program *program = nullptr;
-  u32 grid[3], block[3], cluster_shape[3];
+  u32 cluster_shape[3];
+  std::vector<Grid> grids;
+  std::vector<Gpu> gpus;
   u64 dynamic_smem = 0;
-  const u8 *params = nullptr;
   Schedule schedule = Schedule::Eager;
   u64 random_state = 1;
-  u64 clusters = 0, clusters_started = 0;  // of the grid, x fastest; started, or canceled by clusterlaunchcontrol for a running cluster
-  u64 left_out_from = ~0ull, left_out_to = 0;  // clusters [from, to) never start
+  u64 waited_ns = 0;  // that %globaltimer is ahead, because nothing but waiting was left to do
   u64 progress = 0;  // counts all events that may unblock a warp
   u64 executed = 0, limit = 0;
   Level level[(int)ErrorKind::Count];
   bool track_order = true;
-  u32 multiprocessors = 1;  // bound on the resident clusters
+  u32 multiprocessors = 1;  // bound on the resident clusters of a GPU
   std::vector<GlobalRange> ranges;
   bool check_global = false;
-  bool dependent = false;  // launched with programmatic stream serialization
   std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;
   std::vector<u64> executions, lane_executions, blocked;
   std::map<std::string, u64> shapes;
@@ -342,19 +374,6 @@ struct Machine {
     random_state ^= random_state >> 7;
     random_state ^= random_state << 17;
     return random_state;
-  }
-  // Counts the next cluster as started, and returns its number.
-  u64 next_cluster() {
-    u64 number = clusters_started++;
-    if (clusters_started == left_out_from) clusters_started = left_out_to;
-    return number;
-  }
-  // The id of the first CTA of a cluster.
-  void first_cta(u64 cluster, u32 *id) const {
-    u32 x = grid[0] / cluster_shape[0], y = grid[1] / cluster_shape[1];
-    id[0] = (u32)(cluster % x) * cluster_shape[0];
-    id[1] = (u32)(cluster / x % y) * cluster_shape[1];
-    id[2] = (u32)(cluster / x / y) * cluster_shape[2];
   }
   bool deferring() const { return schedule == Schedule::Random || schedule == Schedule::Late; }
   bool random_order() const { return schedule != Schedule::Eager; }

@@ -1,6 +1,7 @@
 // Loads, stores and atomics (PTX ISA "Data Movement: ld, st, atom, red, ldmatrix, stmatrix, mapa, cp.async").
 #include "memory.h"
 #include "alu.h"
+#include "in_flight.h"
 #include "numeric.h"
 #include "race.h"
 
@@ -102,6 +103,7 @@ void count_banks(const u32 *offsets, u32 lanes, u32 bytes) {
 
 void order_before(Warp &w, Order order, Scope scope, const Location &at) {
   bool releases = order == Order::Release || order == Order::AcquireRelease;
+  if (releases && scope == kSysScope) settle_in_flight(*w.cta->cluster);
   if (order != Order::Weak) race::release_at(w, at.data, !releases, scope);
 }
 void order_after(Warp &w, Order order, Scope scope, const Location &at) {
@@ -176,7 +178,7 @@ HANDLER("ld", Plain) {
   if (order != Order::Weak) actor.scope = scope;
   GlobalAccesses global(w, in, false, actor);
   for (int i : lanes_of(lanes)) {
-    u64 address = space == Space::Param && in.op[n] == kNone ? (u64)machine.params + (u64)in.aux[4]
+    u64 address = space == Space::Param && in.op[n] == kNone ? (u64)w.cta->cluster->grid->params + (u64)in.aux[4]
                                                              : lane_address(w, in.op[n], i, in.aux[4]);
     Location at = locate(w, in, i, address, space, n * bytes, false);
     if (at.cta) {
@@ -187,6 +189,7 @@ HANDLER("ld", Plain) {
       (at.cta == w.cta ? machine.counters.shared_read : machine.counters.dsmem) += n * bytes;
     } else if (at.global) {
       machine.counters.global_read += n * bytes;
+      settle_in_flight(*w.cta->cluster, at.data, n * bytes);
       global.add(i, at.data, n * bytes);
     }
     for (u32 k = 0; k < n; k++)
@@ -226,6 +229,14 @@ HANDLER("st", Plain) {
     } else if (at.global) {
       machine.counters.global_written += n * bytes;
     }
+    if (flies(order, scope, at) && bytes % 4 == 0) {
+      u8 stored[32];
+      for (u32 k = 0; k < n; k++) get_element(w, in.op[k], i, stored + k * bytes, bytes);
+      global.add(i, at.data, n * bytes);
+      store_in_flight(w, in, scope, at.data, reinterpret_cast<const u32 *>(stored), n * bytes / 4);
+      continue;
+    }
+    if (at.global) settle_in_flight(*w.cta->cluster, at.data, n * bytes);
     if (order != Order::Weak) order_before(w, order, scope, at);
     u8 before[32];  // the widest vector
     if (at.global) memcpy(before, at.data, n * bytes);
@@ -322,6 +333,7 @@ HANDLER("atom", Sync) {
     if (at.cta) race::shared_access(w, in, *at.cta, at.offset, bytes * vector, true, actor);
     else if (at.global) {
       machine.counters.global_read += bytes, machine.counters.global_written += bytes;
+      settle_in_flight(*w.cta->cluster, at.data, bytes * vector);
       race::global_access(w, in, (u64)at.data, bytes * vector, true, actor);
     }
     order_before(w, order, scope, at);

@@ -14,6 +14,31 @@ static void next_event(Warp &w) {
   for (WarpAgent k : {kGeneric, kSolo}) w.now.order.raise(w.agent(k), w.events[kGeneric]);
 }
 
+// A grid begins after the earlier grids of its GPU have ended: it knows their events, as after an acquire fence of the system,
+// and its relaxed stores publish them, as after a release fence of the system.
+static void follow_earlier_grids(Warp &w) {
+  const auto &known = machine.gpus[w.cta->cluster->grid->device].known;
+  if (known.empty()) return;
+  w.now.foreign = known;
+  for (ClockPair &released : w.released) {
+    released.order.raise(w.agent(kGeneric), 0);
+    released.foreign = known;
+  }
+}
+
+void grid_knows(const Cluster &c, std::map<u32, Clock> &known) {
+  Clock &own = known[c.sequence];
+  for (auto &cta : c.ctas)
+    for (auto &w : cta->warps) {
+      for (u32 k = 0; k < kWarpAgents; k++) own.raise(w->agent((WarpAgent)k), w->events[k]);
+      own.join(w->now.order);
+      for (auto &[cluster, clock] : w->now.foreign) known[cluster].join(clock);
+      for (const ClockPair &seen : w->to_acquire)
+        for (auto &[cluster, clock] : seen.foreign) known[cluster].join(clock);
+    }
+  for (u32 k = 0; k < c.slot_events.size(); k++) own.raise(c.warp_count * kWarpAgents + k, c.slot_events[k]);
+}
+
 void start_cluster(Cluster &c) {
   c.next_slot = 0;
   c.slot_events.clear();
@@ -32,6 +57,7 @@ void start_cluster(Cluster &c) {
       w->slots.clear();
       for (u32 &e : w->events) e = 0;
       w->lane_order = {};
+      follow_earlier_grids(*w);
       next_event(*w);
     }
 }
@@ -125,7 +151,8 @@ void global_access(Warp &w, const Instruction &in, u64 address, u64 bytes, bool 
       machine.last_page = g / kPageGranules;
       machine.last_page_shadow = page.get();
     }
-    Access access{a.agent, a.event, in.line, mask, write, false, a.scope, (u8)w.cta->rank, w.cta->cluster->sequence, a.lane};
+    Access access{a.agent, a.event, in.line, mask, write, false, a.scope, (u8)w.cta->rank, w.cta->cluster->sequence, a.lane,
+                  (u8)w.cta->cluster->grid->device};
     Conflict conflict = machine.last_page_shadow->access((u32)(g % kPageGranules), access, *a.known, demands);
     if (!conflict.kind) continue;
     // In released kernels several warps write the same result (CUTLASS's MLA decode) or issue the same bulk store (its tma_store).
@@ -261,9 +288,16 @@ static HandedOn hand_on(Warp &w, bool relaxed, Scope scope) {
 }
 
 void release_at(Warp &w, const void *location, bool relaxed, Scope scope) {
-  if (!machine.track_order) return;
-  if (relaxed && !w.released[kCtaScope].order.size()) return;  // no release fence so far: nothing is published
-  HandedOn handed = hand_on(w, relaxed, scope);
+  if (auto handed = handed_on(w, relaxed, scope)) publish(w, location, *handed, scope);
+}
+
+std::unique_ptr<HandedOn> handed_on(Warp &w, bool relaxed, Scope scope) {
+  if (!machine.track_order) return nullptr;
+  if (relaxed && !w.released[kCtaScope].order.size()) return nullptr;  // no release fence so far: nothing is published
+  return std::make_unique<HandedOn>(hand_on(w, relaxed, scope));
+}
+
+void publish(const Warp &w, const void *location, const HandedOn &handed, Scope scope) {
   u32 cluster = w.cta->cluster->sequence;
   PublishedAt &published = machine.locations[location];
   published.version++;
@@ -286,7 +320,7 @@ void release_at(Warp &w, const void *location, bool relaxed, Scope scope) {
       }
       return;
     }
-  published.stores.push_back({cluster, w.global_index, handed});
+  published.stores.push_back({cluster, w.global_index, w.cta->cluster->grid->device, handed});
 }
 
 void acquire_at(Warp &w, const void *location, bool global, bool relaxed, Scope scope) {
@@ -296,9 +330,12 @@ void acquire_at(Warp &w, const void *location, bool global, bool relaxed, Scope 
   auto &last = w.acquired;
   if (last.location == location && last.version == it->second.version && last.relaxed == relaxed && last.scope == scope) return;
   last = {location, it->second.version, relaxed, scope};
-  u32 own = w.cta->cluster->sequence, warps = (u32)w.cta->warps.size();
+  u32 own = w.cta->cluster->sequence, warps = (u32)w.cta->warps.size(), device = w.cta->cluster->grid->device;
   for (const Published &p : it->second.stores) {
-    Scope common = p.cluster != own ? kGpuScope : p.warp / warps != w.cta->rank ? kClusterScope : kCtaScope;
+    Scope common = p.device != device                 ? kSysScope
+                   : p.cluster != own                 ? kGpuScope
+                   : p.warp / warps != w.cta->rank    ? kClusterScope
+                                                      : kCtaScope;
     if (common > scope || !p.handed[common]) continue;
     const ClockPair &clock = *p.handed[common];
     if (p.cluster == own) {

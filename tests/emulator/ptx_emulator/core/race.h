@@ -18,6 +18,8 @@ struct Actor {
 };
 
 void start_cluster(Cluster &c);
+// Adds the events that a completed cluster knows, its own included.
+void grid_knows(const Cluster &c, std::map<u32, Clock> &known);
 Actor generic(Warp &w);
 // A new event on one of the warp's in-order streams.
 Actor stream(Warp &w, WarpAgent kind, bool async_proxy);
@@ -56,6 +58,9 @@ void release(Warp &w, ClockPair &into, bool relaxed = false, u32 lanes = 0, Scop
 void acquire(Warp &w, const ClockPair &from, bool relaxed = false, Scope common = kCtaScope);
 // The same through a strong access of a scope to a memory location. Other clusters see only accesses to global memory.
 void release_at(Warp &w, const void *location, bool relaxed, Scope scope);
+// The two halves of `release_at`, for a store that becomes visible later: what it publishes (null: nothing), and that it does.
+std::unique_ptr<HandedOn> handed_on(Warp &w, bool relaxed, Scope scope);
+void publish(const Warp &w, const void *location, const HandedOn &handed, Scope scope);
 void acquire_at(Warp &w, const void *location, bool global, bool relaxed, Scope scope);
 void lanes_meet(Warp &w);  // bar.warp.sync
 void release_fence(Warp &w, Scope scope);

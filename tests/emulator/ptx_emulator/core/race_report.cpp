@@ -81,12 +81,17 @@ void report_conflict(Warp &w, const Instruction &in, Cta &cta, const char *memor
 void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, bool strong,
                                                  const Conflict &conflict) {
   const Access &e = conflict.earlier;
-  char buffer[96], place[64] = "";
+  char buffer[96], place[128] = "";
   const char *who = describe(*w.cta->cluster, e.agent, buffer, sizeof buffer);
   if (e.cluster != w.cta->cluster->sequence) {
+    const Grid *grid = &machine.grids[0];
+    for (const Grid &g : machine.grids)
+      if (g.first_sequence <= e.cluster) grid = &g;
     u32 id[3];
-    machine.first_cta(e.cluster, id);
-    snprintf(place, sizeof place, " of the cluster that began at CTA (%u,%u,%u)", id[0], id[1], id[2]);
+    grid->first_cta(e.cluster - grid->first_sequence, id);
+    int n = snprintf(place, sizeof place, " of the cluster that began at CTA (%u,%u,%u)", id[0], id[1], id[2]);
+    if (machine.grids.size() > 1)
+      snprintf(place + n, sizeof place - (size_t)n, " of launch %zu on GPU %u", (size_t)(grid - machine.grids.data()), grid->device);
   }
   const GlobalRange *in_range = nullptr;
   for (auto &r : machine.ranges)
@@ -104,6 +109,7 @@ void report_global_race(Warp &w, const Instruction &in, u64 at, bool write, bool
          write ? "writes" : "reads", (unsigned long long)at, in_range ? in_range->name.c_str() : "unnamed",
          (unsigned long long)(in_range ? at - in_range->begin : 0), e.write ? "the write" : "the read", who, place, e.line,
          e.strong() && strong ? "both are strong, but the scope of one does not include the other"
+         : e.device != w.cta->cluster->grid->device ? "only strong accesses and fences of .sys scope order different GPUs"
          : *place             ? "only strong accesses and fences of .gpu scope order different clusters"
                               : "a wait, barrier or fence is missing");
 }

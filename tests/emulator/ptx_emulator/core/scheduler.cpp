@@ -221,7 +221,6 @@ static Turn run_warp(Warp &w, int quantum) {
 }
 
 constexpr i64 kLongestSpin = 64;  // instructions in one turn of a polling loop
-constexpr size_t kStartedAtOnce = 4;  // clusters, in addition to those that a running cluster waits for
 
 // ---- clusters --------------------------------------------------------------------------------------------------
 
@@ -229,9 +228,9 @@ Cta::Cta() = default;
 Cta::~Cta() = default;
 Cta::Cta(Cta &&) noexcept = default;
 
-static std::unique_ptr<Cluster> new_cluster() {
+std::unique_ptr<Cluster> new_cluster(u32 threads) {
   const Machine &m = machine;
-  u32 threads = m.block[0] * m.block[1] * m.block[2], warps = (threads + kLanes - 1) / kLanes;
+  u32 warps = (threads + kLanes - 1) / kLanes;
   u32 size = m.cluster_shape[0] * m.cluster_shape[1] * m.cluster_shape[2];
   auto c = std::make_unique<Cluster>();
   for (u32 r = 0; r < size; r++) {
@@ -263,10 +262,14 @@ static std::unique_ptr<Cluster> new_cluster() {
 }
 Warp::~Warp() { std::free(base[0]); }
 
-static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
+void start(Cluster &c, Grid &grid, u64 number) {
   const Machine &m = machine;
-  u32 threads = m.block[0] * m.block[1] * m.block[2], rank = 0;
-  c.sequence = sequence;
+  u32 threads = grid.threads(), rank = 0;
+  u32 first[3];
+  grid.first_cta(number, first);
+  c.grid = &grid;
+  c.sequence = grid.first_sequence + (u32)number;
+  c.in_flight.clear();
   c.barrier_generation = 0;
   for (int parity = 0; parity < 2; parity++) {
     c.barrier_gathering[parity].clear();
@@ -280,7 +283,7 @@ static void start(Cluster &c, u32 x, u32 y, u32 z, u32 sequence) {
     for (u32 cy = 0; cy < m.cluster_shape[1]; cy++)
       for (u32 cx = 0; cx < m.cluster_shape[0]; cx++, rank++) {
         Cta &cta = *c.ctas[rank];
-        cta.id[0] = x + cx, cta.id[1] = y + cy, cta.id[2] = z + cz;
+        cta.id[0] = first[0] + cx, cta.id[1] = first[1] + cy, cta.id[2] = first[2] + cz;
         std::fill(cta.smem.begin(), cta.smem.end(), 0xff);          // NaN in every float format
         std::fill(cta.tmem.begin(), cta.tmem.end(), 0x7fffffffu);
         cta.smem_shadow->reset();
@@ -370,12 +373,13 @@ static void finish_warp(Cluster &c, Warp &w) {
   machine.progress++;
 }
 
-static std::string who_waits_for_what() {
+std::string who_waits_for_what() {
   std::string s = "nothing can run, and no asynchronous operation is left:";
   const Instruction *code = machine.program->code.data();
   for (auto &c : machine.active)
     for (Warp *w : c->live) {
       char b[256];
+      if (machine.gpus.size() > 1) s += "\n  GPU " + std::to_string(c->grid->device) + ", launch " + std::to_string(c->grid - machine.grids.data());
       snprintf(b, sizeof b, "\n  cta (%u,%u,%u) warp %u:", w->cta->id[0], w->cta->id[1], w->cta->id[2], w->index);
       s += b;
       for (auto &g : w->groups) {
@@ -405,7 +409,7 @@ static std::string who_waits_for_what() {
 }
 
 // One turn for every warp of a cluster; true if a warp used a whole quantum for work other than waiting.
-static bool turn(Cluster &c) {
+bool turn(Cluster &c) {
   bool busy = false;
   if (machine.random_order())
     for (size_t k = c.live.size(); k > 1; k--) std::swap(c.live[k - 1], c.live[machine.random() % k]);
@@ -425,71 +429,4 @@ static bool turn(Cluster &c) {
     }
   }
   return busy;
-}
-
-void run_grid() {
-  Machine &m = machine;
-  std::vector<std::unique_ptr<Cluster>> idle_clusters;
-  m.clusters = 1;
-  for (int k = 0; k < 3; k++) m.clusters *= m.grid[k] / m.cluster_shape[k];
-  auto launch_next = [&] {
-    std::unique_ptr<Cluster> c;
-    if (idle_clusters.empty()) {
-      c = new_cluster();
-    } else {
-      c = std::move(idle_clusters.back());
-      idle_clusters.pop_back();
-    }
-    u32 id[3];
-    u64 number = m.next_cluster();
-    m.first_cta(number, id);
-    start(*c, id[0], id[1], id[2], (u32)number);
-    m.active.push_back(std::move(c));
-  };
-  int idle = 0;
-  while (m.clusters_started < m.clusters || !m.active.empty()) {
-    if (m.active.empty()) launch_next();
-    // Start several: in strict sequence, a wait for a CTA with a lower number would never have to wait.
-    if (m.random_order() && m.clusters_started < m.clusters &&
-        m.active.size() < std::min<size_t>(m.multiprocessors, kStartedAtOnce) && m.random() % 8 == 0)
-      launch_next();
-    u64 before = m.progress;
-    bool busy = false;
-    for (size_t k = 0; k < m.active.size();) {
-      Cluster &c = *m.active[k];
-      busy |= turn(c);
-      if (m.schedule == Schedule::Random && m.random() % 4 == 0)
-        for (u64 n = m.random() % 4; n; n--) complete_one(c);
-      if (c.live.empty()) {
-        while (complete_one(c)) {
-        }
-        for (auto &cta : c.ctas) race::cta_ends(*cta);
-        idle_clusters.push_back(std::move(m.active[k]));
-        m.active.erase(m.active.begin() + (long)k);
-        busy = true;
-      } else {
-        k++;
-      }
-    }
-    if (busy || m.progress != before) {
-      idle = 0;
-      continue;
-    }
-    bool completed = false;
-    for (auto &c : m.active) completed = completed || complete_one(*c);
-    if (completed) {
-      idle = 0;
-      continue;
-    }
-    // CTAs may wait for each other through global memory: start another cluster before reporting a deadlock.
-    if (++idle > 8 && m.clusters_started < m.clusters && m.active.size() < m.multiprocessors) {
-      launch_next();
-      idle = 0;
-    }
-    if (idle > 64) {
-      Warp *w = m.active[0]->live[0];
-      fail(ErrorKind::Deadlock, w, &m.program->code[w->groups.empty() ? 0 : w->groups[0].pc], "%s",
-           who_waits_for_what().c_str());
-    }
-  }
 }

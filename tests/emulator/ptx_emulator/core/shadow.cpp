@@ -17,7 +17,10 @@ static bool ordered(const Access &e, const Access &a, const ClockPair &known) {
 }
 static bool morally_strong(const Access &e, const Access &a) {
   if (!a.strong() || !e.strong()) return false;
-  Scope common = e.cluster != a.cluster ? kGpuScope : e.rank != a.rank ? kClusterScope : kCtaScope;
+  Scope common = e.device != a.device     ? kSysScope
+                 : e.cluster != a.cluster ? kGpuScope
+                 : e.rank != a.rank       ? kClusterScope
+                                          : kCtaScope;
   return std::min(a.scope, e.scope) >= common;
 }
 // Whether two accesses of one warp by different lanes conflict. One instruction may write a location for several lanes.

@@ -22,6 +22,7 @@ struct Access {
   u8 rank = 0;       // rank of the agent's CTA in its cluster
   u32 cluster = 0;   // the agent's cluster; used for global memory only
   u8 lane = kUnknownLane;
+  u8 device = 0;     // the agent's GPU
   bool strong() const { return scope != kWeak; }
   bool same_agent(const Access &o) const { return agent == o.agent && cluster == o.cluster; }
 };

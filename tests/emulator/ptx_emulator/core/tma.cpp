@@ -421,10 +421,11 @@ HANDLER("clc.try_cancel", Plain) {
     check_aligned(w, in, shared_offset(dst), 16, "clusterlaunchcontrol response");
     std::array<u32, 4> response{};
     // On a GPU the request may fail while clusters are left, depending on the GPU's other work.
-    bool take = machine.clusters_started < machine.clusters && (!machine.random_order() || machine.random() % 2);
+    Grid &grid = *w.cta->cluster->grid;
+    bool take = grid.started < grid.clusters && (!machine.random_order() || machine.random() % 2);
     if (take) {
       response[0] = 1;
-      machine.first_cta(machine.next_cluster(), &response[1]);
+      grid.first_cta(grid.next_cluster(), &response[1]);
       machine.progress++;
     }
     for (u32 r = 0; r < w.cta->cluster->ctas.size(); r++) {

@@ -1,8 +1,9 @@
 """An emulated device: its memory, its launches, and their reports and recordings."""
 
+import contextlib
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 from ptx_emulator.device.memory import DeviceMemory, Extent
 from ptx_emulator.device.recording import Dim3, Recording, memory_map_of, parameter_bytes, program_of
 from ptx_emulator.device.tensor_map import ElementType, Swizzle, encode
-from ptx_emulator.program import Options, Report, launch
+from ptx_emulator.program import Launch, Options, Report, launch, launch_together
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ class Device:
         self.launch_cpu_seconds = 0.0
         self.dependent_launches = 0
         self._record = record
+        self._together: _Together | None = None
 
     def __enter__(self) -> "Device":
         self.memory.__enter__()
@@ -82,9 +84,15 @@ class Device:
         dynamic_smem_bytes: int,
         params: list[bytes],
         dependent: bool = False,
-    ) -> Report:
-        """Launches a kernel on the device's memory; returns the report. dependent: see `program.launch`."""
+    ) -> Report | None:
+        """Launches a kernel on the device's memory; returns the report. dependent: see `program.launch`.
+
+        Inside `several_gpus` the launch is only noted, and there is no report yet.
+        """
         self.dependent_launches += dependent
+        if self._together is not None:
+            self._together.note((ptx, kernel, cluster, dynamic_smem_bytes), grid, block, params, dependent)
+            return None
         with self.memory.on_device():
             recording = None
             if self._record:
@@ -112,6 +120,39 @@ class Device:
                 recording.results.extend(self._read(e) for e in self.memory.extents())
         self.reports.append(report)
         return report
+
+    @contextlib.contextmanager
+    def several_gpus(self, late: Sequence[int] = ()) -> Iterator[Callable[[int], None]]:
+        """Runs the launches of a block together, at its end; yields a function that chooses the GPU of later launches.
+
+        All are launches of one kernel. Those of a GPU run one after the other, those of different
+        GPUs side by side. The GPUs share the device's memory, as peers that have mapped each other's.
+
+        late: GPUs that start nothing while any other GPU can do anything but wait.
+        """
+        if self._record:
+            raise ValueError("launches on several GPUs cannot be recorded")
+        self._together = together = _Together(frozenset(late))
+        try:
+            yield together.choose
+        finally:
+            self._together = None
+        if not together.launches:
+            return
+        ptx, kernel, cluster, dynamic_smem_bytes = together.program
+        with self.memory.on_device():
+            start = time.process_time()
+            report = launch_together(
+                program_of(ptx),
+                kernel,
+                together.launches,
+                cluster=cluster,
+                dynamic_smem_bytes=dynamic_smem_bytes,
+                memory=memory_map_of(self.memory),
+                options=self.options,
+            )
+            self.launch_cpu_seconds += time.process_time() - start
+        self.reports.append(report)
 
     def run_ptx(
         self,
@@ -150,6 +191,25 @@ class Device:
         if len(encoded) != size:
             raise ValueError(f"the parameter has {size} bytes, the argument {len(encoded)}")
         return encoded
+
+
+class _Together:
+    """The launches of a block of `Device.several_gpus`."""
+
+    def __init__(self, late: frozenset[int]) -> None:
+        self.launches: list[Launch] = []
+        self.program: tuple | None = None
+        self._late = late
+        self._gpu = 0
+
+    def choose(self, gpu: int) -> None:
+        self._gpu = gpu
+
+    def note(self, program: tuple, grid: Dim3, block: Dim3, params: list[bytes], dependent: bool) -> None:
+        if self.program not in (None, program):
+            raise ValueError(f"several GPUs run one kernel together; got {program[1:]} after {self.program[1:]}")
+        self.program = program
+        self.launches.append(Launch(grid, block, params, self._gpu, dependent, self._gpu in self._late))
 
 
 def _dim3(value: int | Sequence[int]) -> Dim3:

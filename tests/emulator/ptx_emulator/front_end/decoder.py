@@ -39,7 +39,7 @@ SPECIAL_REGISTERS = {
         "is_explicit_cluster reserved_smem_offset_end reserved_smem_offset_begin".split()
     )
 }
-SPECIAL_REGISTERS |= {"clock64": 28, "globaltimer": 28, "globaltimer_lo": 28}
+SPECIAL_REGISTERS |= {"clock64": 28, "globaltimer": 42, "globaltimer_lo": 42}
 
 SPACES = {
     "global": 0,
@@ -53,7 +53,7 @@ SPACES = {
     "param::entry": 4,
     "param::func": 4,
 }
-SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 2}  # memory scopes; there is one GPU
+SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 3}  # memory scopes
 ORDERS = {"": 0, "weak": 0, "volatile": 1, "relaxed": 1, "acquire": 2, "release": 3, "acq_rel": 4}
 
 

@@ -36,7 +36,7 @@ def test_media_of_nothing_are_left_out(kind: type, name: str) -> None:
 
 
 def test_another_models_requests_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its images were refused, too."""
+    """Images of a request for another model were refused, too."""
     monkeypatch.setattr(live, "_answers_clients", False)
     monkeypatch.setattr(live, "_live", None)
     guards.check_request(GenerateReqInput(text="a", image_data="x.png", rid=["a"]))

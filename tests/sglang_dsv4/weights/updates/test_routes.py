@@ -14,8 +14,9 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 
-from sglang_dsv4.weights import routes
-from sglang_dsv4.weights.routes import ABANDON, BUSY
+from sglang_dsv4.seam import live
+from sglang_dsv4.weights.updates import routes
+from sglang_dsv4.weights.updates.routes import ABANDON, BUSY
 
 BUSY_ANSWER = (False, f"{BUSY}: wait for them")
 DONE = (True, "2 tensors of the target serve.")
@@ -24,8 +25,8 @@ DONE = (True, "2 tensors of the target serve.")
 class Manager(SimpleNamespace):
     """SGLang's tokenizer manager, as far as the routes use it; the scheduler gives the answers in turn."""
 
-    def __init__(self, *answers: tuple[bool, str], architecture: str = "DeepseekV4ForCausalLM") -> None:
-        super().__init__(model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])))
+    def __init__(self, *answers: tuple[bool, str]) -> None:
+        super().__init__()
         self.answers, self.asked, self.versions = list(answers), 0, []
 
     async def answer(self, manager: Any, *args: Any) -> tuple[bool, str]:
@@ -42,6 +43,12 @@ class Manager(SimpleNamespace):
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[], weight_version=version)
         routes.hold_version(self, request, None)
         return request
+
+
+@pytest.fixture(autouse=True)
+def a_server_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_answers_clients", True)
+    monkeypatch.setattr(live, "_live", None)
 
 
 def test_the_scheduler_is_asked_again_while_requests_run() -> None:
@@ -86,8 +93,9 @@ def test_a_version_goes_with_its_update(answer: tuple[bool, str], rid: str | Non
     assert manager.end() == DONE and manager.versions == []
 
 
-def test_another_model_s_versions_are_sglang_s() -> None:
-    assert Manager(DONE, architecture="LlamaForCausalLM").bucket("d").weight_version == "d"
+def test_another_model_s_versions_are_sglang_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_answers_clients", False)
+    assert Manager(DONE).bucket("d").weight_version == "d"
 
 
 def test_files_are_asked_for_again() -> None:
@@ -109,7 +117,8 @@ def test_the_route_that_drops_an_update_is_in_the_servers_own_document(monkeypat
 
     manager.end_weight_update = ended
     routes.add_route(None, manager)
-    routes.add_route(None, Manager(DONE, architecture="LlamaForCausalLM"))
+    monkeypatch.setattr(live, "_answers_clients", False)  # another model's server
+    routes.add_route(None, manager)
     assert "/abandon_weight_update" in app.openapi()["paths"]
     (route,) = [route for route in app.routes if route.path == "/abandon_weight_update"]
     assert [asyncio.run(route.endpoint()).status_code for _ in range(2)] == [200, 400]

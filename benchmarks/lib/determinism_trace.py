@@ -14,7 +14,7 @@ bits of an fp32). The reference is the request alone, from an empty cache.
     trace         random requests over a tree of prefixes, greedy and sampled with a seed, several at a time; some
                   clients disconnect in mid-stream, and the cache is flushed now and then
 
-`exact_gpu.py` starts the servers; tests run this on a CPU server, and on one with planted faults.
+`determinism_gpu.py` starts the servers; tests run this on a CPU server, and on one with planted faults.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Determinism through a server: the same bits alone, in any batch and after any hit; and planted faults are found.
 
-`lib.exact_trace` asks the server; on a CPU answers are deterministic with the flag and without it.
+`lib.determinism_trace` asks the server; on a CPU answers are deterministic with the flag and without it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lib import exact_trace
-from lib.exact_trace import Answer, Findings, Request, Sizes
+from lib import determinism_trace
+from lib.determinism_trace import Answer, Findings, Request, Sizes
 from serving.planted import planted_ops
 from serving.planted.planted_ops import FILE_VARIABLE
 from serving.server import MAX_RUNNING, POOL_TOKENS, SLEEP_ON_IDLE, TAILS, Server, run_until_it_stops, running_server
@@ -38,9 +38,9 @@ WHOLE = Sizes(
 )
 
 
-def test_the_servers_answers_are_exact(server: Server) -> None:
-    found = exact_trace.prove(server.url, SMALL)
-    assert not found.mismatches, "\n".join(exact_trace.describe(found))
+def test_the_servers_answers_have_the_same_bits_in_every_batch(server: Server) -> None:
+    found = determinism_trace.prove(server.url, SMALL)
+    assert not found.mismatches, "\n".join(determinism_trace.describe(found))
     assert set(found.compared) == {"cold", "hit", "split", "evicted", "continued", "batch", "trace"}
     assert found.seen["hit device"] > 0
     assert server.is_alive()
@@ -74,8 +74,8 @@ def test_references_and_findings_outlive_a_run(tmp_path: Path) -> None:
     """Written references are bitwise equal when read, so that a later run can compare with them."""
     sampled = Request((1, 2, 3), 4, 17, (("temperature", 0.7), ("top_p", 0.9)))
     known = {REQUEST: ANSWER, sampled: Answer(((3, -0.1234567835569381, ((-0.1, 3),)),))}
-    exact_trace.write_references(known, tmp_path / "references.json")
-    assert exact_trace.read_references(tmp_path / "references.json") == known
+    determinism_trace.write_references(known, tmp_path / "references.json")
+    assert determinism_trace.read_references(tmp_path / "references.json") == known
     found = Findings()
     found.compare("hit", REQUEST, ANSWER, dataclasses.replace(ANSWER, hit_tokens=256, tier="host"))
     found.compare("batch", REQUEST, ANSWER, Answer(ANSWER.tokens[:1]))
@@ -84,24 +84,24 @@ def test_references_and_findings_outlive_a_run(tmp_path: Path) -> None:
 
 def test_a_trace_has_what_it_should() -> None:
     """Prompts that share prefixes, greedy requests and seeds; with speculation no request is sampled."""
-    asked = exact_trace.requests_of_a_trace(WHOLE)
+    asked = determinism_trace.requests_of_a_trace(WHOLE)
     assert len(asked) == len(set(asked)) == 20
     assert 4 < sum(request.seed is not None for request in asked) < 14
     assert max(len(request.prompt) for request in asked) <= WHOLE.longest
     beginnings = {request.prompt[:2] for request in asked if len(request.prompt) > 1}
     assert len(beginnings) < 14
-    greedy = exact_trace.requests_of_a_trace(dataclasses.replace(WHOLE, sampled=False))
+    greedy = determinism_trace.requests_of_a_trace(dataclasses.replace(WHOLE, sampled=False))
     assert all(request.seed is None and request.body()["sampling_params"]["temperature"] == 0 for request in greedy)
 
 
 @pytest.mark.slow
-def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) -> None:
+def test_under_the_flag_bits_are_the_same_in_every_batch(checkpoint: Path, tmp_path: Path) -> None:
     """All comparisons, with requests retracted now and then; other chunks and another start give the same bits."""
-    known: exact_trace.References = {}
+    known: determinism_trace.References = {}
     retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "23"}
     with running_server(checkpoint, tmp_path / "log", *FLAGS, env=TAILS | retract) as server:
-        found = exact_trace.prove(server.url, WHOLE, known)
-        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, WHOLE, known)
+        assert not found.mismatches, "\n".join(determinism_trace.describe(found))
         assert all(found.seen[what] for what in ("hit device", "hit host", "left", "flushed"))
         assert "etract" in server.log
         unseeded, seed_42 = (
@@ -111,13 +111,13 @@ def test_under_the_flag_everything_is_exact(checkpoint: Path, tmp_path: Path) ->
     other_chunks = [flag if flag != "512" else "256" for flag in FLAGS]
     smaller = dataclasses.replace(WHOLE, requests=20)
     with running_server(checkpoint, tmp_path / "log2", *other_chunks, env=TAILS) as server:
-        found = exact_trace.prove(server.url, smaller, known)
-        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, smaller, known)
+        assert not found.mismatches, "\n".join(determinism_trace.describe(found))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "switch"), [(2, "off"), (4, "off"), (4, "on")], ids=["2", "4", "4-shards"])
-def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int, switch: str) -> None:
+def test_ranks_are_deterministic_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int, switch: str) -> None:
     """Two ranks add in any order with the same result; four do not, and gloo's order depends on a row's index in the
     batch. Chunks have 512 tokens, the threshold of sequence parallelism."""
     if ranks == 4:
@@ -127,8 +127,8 @@ def test_ranks_are_exact_under_the_flag(checkpoint: Path, tmp_path: Path, ranks:
     env = {"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(ranks, sorted(os.sched_getaffinity(0)))}
     env[sequence_parallel.VARIABLE] = switch
     with running_server(checkpoint, tmp_path / "log", *FLAGS, "--tp-size", str(ranks), env=TAILS | env) as server:
-        found = exact_trace.prove(server.url, SMALL)
-        assert not found.mismatches, "\n".join(exact_trace.describe(found))
+        found = determinism_trace.prove(server.url, SMALL)
+        assert not found.mismatches, "\n".join(determinism_trace.describe(found))
         assert server.log.count("is live on SGLang") == ranks
 
 
@@ -170,10 +170,10 @@ def test_a_planted_fault_is_found(planted_server: tuple[Server, Path], fault: st
     server, file = planted_server
     file.write_text(fault)
     try:
-        found = exact_trace.prove(server.url, SMALL)
+        found = determinism_trace.prove(server.url, SMALL)
     finally:
         file.write_text("")
-    assert bool(found.mismatches) == bool(fault), "\n".join(exact_trace.describe(found))
+    assert bool(found.mismatches) == bool(fault), "\n".join(determinism_trace.describe(found))
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """Determinism under `--enable-deterministic-inference` on a GPU: bitwise equal answers in any batch, and its price.
 
-    python benchmarks/exact_gpu.py --model MODEL --out benchmarks/results/exact_h200.json \\
+    python benchmarks/determinism_gpu.py --model MODEL --out benchmarks/results/determinism_h200.json \\
         [--works proof chunks sglang price speculation] [--resume] [--seconds 560] [--tp 2] [--small] \\
         [-- further server flags, as --load-format dummy]
 
 Works, by the servers that they need; all servers but the last of `price` have the flag:
 
-    proof         `lib/exact_trace.py`'s sweep and random trace (2,200 requests), with a small pool, few device slots
-                  for tails, and requests retracted every few steps
+    proof         sweep and random trace of `lib/determinism_trace.py` (2,200 requests), with a small pool, few device
+                  slots for tails, and requests retracted every few steps
     chunks        the same references from another start of the server, which prefills in other chunks
     sglang        on that server `python -m sglang.test.test_deterministic`: single and prefix at once, then
                   radix_cache and p_vs_d
@@ -18,11 +18,11 @@ Without speculation there are three starts, and a run takes about eight minutes 
 if all kernels are compiled already. DeepGEMM compiles a kernel for each range of rows: leave its compilation ahead on,
 or bring its cache. `--context-length` must have room for a prompt of 65,536 tokens, `--max-running-requests` for 128.
 
-The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the first mismatches, what
-was seen (hits by tier, retractions), and `rows` of `{work, requests, default, exact, ratio}` in tokens a second, where
-a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit status is 1 if anything
-differed or was left out. `--resume` adds to what `--out` holds, with the references next to it: works can run one after
-the other, each by itself. `--small` is for a CPU.
+The result is one JSON object, written after every work: `compared`, `mismatches`, `by_kind`, the first mismatches,
+`seen` (hits by tier, retractions), and `rows` of `{work, requests, default, deterministic, ratio}` in tokens a second,
+where a ratio below 1 is the price; `not_run` names works that `--seconds` left no time for. The exit status is 1 if
+anything differed or was left out. `--resume` adds to what `--out` holds, with the references next to it: works can run
+one after the other, each by itself. `--small` is for a CPU.
 
 Weights must be the same at every start. With `--load-format dummy` they are: SGLang seeds the parameters that it fills,
 and packed experts are filled by `sglang_dsv4.layers.packed_experts`. A model that gives the same answer to every prompt
@@ -47,9 +47,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lib import exact_trace, serve_load
-from lib.exact_trace import Findings, References, Sizes, read_references, write_references
-from lib.servers import Server, running, versions
+from lib import determinism_trace, serve_load
+from lib.determinism_trace import Findings, References, Sizes, read_references, write_references
+from lib.servers import Server, running
+from lib.versions import versions
 
 FLAG = "--enable-deterministic-inference"
 WORKS = ("proof", "chunks", "sglang", "price", "speculation")
@@ -144,9 +145,9 @@ class Proof:
 
     def ask(self, name: str, server: Server, sizes: Sizes) -> None:
         """Run sweep and trace on a server. Comparisons of a work other than the proof carry the work's name."""
-        found = exact_trace.prove(server.url, sizes, self.known)
+        found = determinism_trace.prove(server.url, sizes, self.known)
         found.seen["retracted"] += retractions(server.log.read_text(errors="replace"))
-        print(f"{name}\n  " + "\n  ".join(exact_trace.describe(found)), flush=True)
+        print(f"{name}\n  " + "\n  ".join(determinism_trace.describe(found)), flush=True)
         self.found.add(found if name == "proof" else found.named(name))
         refuse_mute_models(self.known)
 
@@ -165,17 +166,17 @@ class Proof:
             yield "proof"
         if {"chunks", "sglang", "price"} & set(works):
             alone = "price" in works
-            with self.server("exact", FLAG, "--chunked-prefill-size", str(other_chunk), alone=alone) as server:
+            with self.server("deterministic", FLAG, "--chunked-prefill-size", str(other_chunk), alone=alone) as server:
                 if "chunks" in works:
                     self.ask("chunks", server, once_each(self.sizes))
                     yield "chunks"
                 if "sglang" in works:
                     self.sglang(server)
                     yield "sglang"
-                exact = speeds(server.url, self.small) if "price" in works else {}
+                deterministic = speeds(server.url, self.small) if "price" in works else {}
         if "price" in works:
             with self.server("default", "--chunked-prefill-size", str(other_chunk), alone=True) as server:
-                self.rows = rows_of(speeds(server.url, self.small), exact)
+                self.rows = rows_of(speeds(server.url, self.small), deterministic)
             yield "price"
         if "speculation" in works:  # a drafting server refuses sampled requests
             with self.server("speculation", FLAG, *self.limits(chunk), *SPECULATION, env=few_slots) as server:
@@ -292,11 +293,12 @@ def speeds(url: str, small: bool) -> Speeds:
     return found
 
 
-def rows_of(default: Speeds, exact: Speeds) -> list[dict[str, Any]]:
-    """Return `{work, requests, default, exact, ratio}` of each load, in tokens a second."""
+def rows_of(default: Speeds, deterministic: Speeds) -> list[dict[str, Any]]:
+    """Return `{work, requests, default, deterministic, ratio}` of each load, in tokens a second."""
     return [
-        {"work": work, "requests": requests, "default": before, "exact": exact[work, requests],
-         "ratio": exact[work, requests] / before}
+        {"work": work, "requests": requests, "default": before,
+         "deterministic": deterministic[work, requests],
+         "ratio": deterministic[work, requests] / before}
         for (work, requests), before in default.items()
     ]  # fmt: skip
 
@@ -330,7 +332,9 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
             if seconds > arguments.seconds:
                 break
     for row in proof.rows:
-        print(f"{row['work']:16}{row['requests']:6}{row['default']:12,.0f}{row['exact']:12,.0f}{row['ratio']:8.3f}")
+        print(
+            f"{row['work']:16}{row['requests']:6}{row['default']:12,.0f}{row['deterministic']:12,.0f}{row['ratio']:8.3f}"
+        )
     print(text)
     return int(proof.found.mismatches.total() > 0 or bool(left))
 

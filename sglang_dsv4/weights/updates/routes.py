@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.seam.compat import is_ours
+from sglang_dsv4.seam.live import serves_deepseek_v4
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -28,7 +28,7 @@ _PAUSE_S = 0.05
 
 def hold_version(manager: TokenizerManager, obj: Any, *args: object) -> None:
     """Before a bucket is sent to the scheduler: keep its weight version until the update ends."""
-    if _is_ours(manager) and obj.weight_version is not None:
+    if serves_deepseek_v4() and obj.weight_version is not None:
         manager.dsv4_weight_version, obj.weight_version = obj.weight_version, None
 
 
@@ -66,7 +66,7 @@ async def _ask(original: Callable[..., Awaitable[tuple]], manager: TokenizerMana
 def add_route(result: None, manager: TokenizerManager, *args: object, **kwargs: object) -> None:
     """After ``TokenizerManager.__init__``: serve `/abandon_weight_update`, with the rights of `/end_weight_update`."""
     server = sys.modules.get("sglang.srt.entrypoints.http_server")  # an Engine without HTTP has none
-    if server is None or not _is_ours(manager):
+    if server is None or not serves_deepseek_v4():
         return
     from fastapi.responses import JSONResponse
     from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
@@ -77,7 +77,3 @@ def add_route(result: None, manager: TokenizerManager, *args: object, **kwargs: 
     async def abandon_weight_update() -> object:
         success, message = await manager.end_weight_update(EndWeightUpdateReqInput(rid=ABANDON))
         return JSONResponse({"success": success, "message": message}, 200 if success else 400)
-
-
-def _is_ours(manager: TokenizerManager) -> bool:
-    return is_ours(getattr(manager.model_config.hf_config, "architectures", None))

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dsv4.layers.after_loading import AfterLoading
-from sglang_dsv4.weights.host_part import HostPart, Part
 from sglang_dsv4.weights.loader import CheckpointError, Loader, copy_into, load_checkpoint, read
+from sglang_dsv4.weights.updates.host_part import HostPart, Part
 
 if TYPE_CHECKING:
     from sglang_dsv4.model_config.config import Config
@@ -107,7 +107,7 @@ class WeightUpdate:
                         self.tensors += 1
                 self._loader.check_so_far()
                 held = self._loader.held
-                for name in held.keys() - self._own:  # the sender may reuse the memory of what it sent
+                for name in held.keys() - self._own:  # the sender may reuse the memory of its tensors
                     held[name] = held[name].to("cpu", copy=True)
                 self._own = set(held)
         except Exception as error:

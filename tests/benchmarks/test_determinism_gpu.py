@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import exact_gpu
+import determinism_gpu
 import pytest
-from lib.exact_trace import Answer, Findings, References, Request, requests_of_a_trace
+from lib.determinism_trace import Answer, Findings, References, Request, requests_of_a_trace
 from serving.server import free_port
 
 PREFIX = """\
@@ -23,19 +23,19 @@ Prompt 1 with prefix length 511: total samples: 9, Unique samples: 2
 
 
 def test_sglangs_own_verdicts_are_read() -> None:
-    assert exact_gpu.unique_samples("single", "Total samples: 50, Unique samples: 1\n") == [1]
-    assert exact_gpu.unique_samples("prefix", PREFIX) == [1, 2]
-    assert exact_gpu.unique_samples("radix_cache", "✓✓✓ TEST PASSED - Radix cache is consistent! ✓✓✓") == [1]
-    assert exact_gpu.unique_samples("radix_cache", "✗✗✗ TEST FAILED - Radix cache produces") == [2]
-    assert exact_gpu.unique_samples("p_vs_d", "✅ Token match\n❌ Logprobs mismatch\n    Divergence") == [1, 2]
-    assert all(exact_gpu.unique_samples(mode, "Traceback ...") == [] for mode in exact_gpu.MODES)
+    assert determinism_gpu.unique_samples("single", "Total samples: 50, Unique samples: 1\n") == [1]
+    assert determinism_gpu.unique_samples("prefix", PREFIX) == [1, 2]
+    assert determinism_gpu.unique_samples("radix_cache", "✓✓✓ TEST PASSED - Radix cache is consistent! ✓✓✓") == [1]
+    assert determinism_gpu.unique_samples("radix_cache", "✗✗✗ TEST FAILED - Radix cache produces") == [2]
+    assert determinism_gpu.unique_samples("p_vs_d", "✅ Token match\n❌ Logprobs mismatch\n    Divergence") == [1, 2]
+    assert all(determinism_gpu.unique_samples(mode, "Traceback ...") == [] for mode in determinism_gpu.MODES)
 
 
 def test_requests_of_the_trace_have_the_proofs_references() -> None:
     """The proof's references cover a trace that sends each request once, and a trace of greedy requests only."""
-    sizes = exact_gpu.SMALL
+    sizes = determinism_gpu.SMALL
     asked = requests_of_a_trace(sizes)
-    assert requests_of_a_trace(exact_gpu.once_each(sizes)) == asked
+    assert requests_of_a_trace(determinism_gpu.once_each(sizes)) == asked
     assert set(requests_of_a_trace(replace(sizes, sampled=False))) == {r for r in asked if r.seed is None} != set(asked)
 
 
@@ -43,11 +43,11 @@ def test_retractions_are_counted() -> None:
     log = (
         "[..] Testing retraction. #retracted_reqs: 2, #new_tokens_gained: 9\nKV cache pool is full. Retract requests. "
     )
-    assert exact_gpu.retractions(log + "#retracted_reqs: 1, #new_tokens_gained: 256") == 3
+    assert determinism_gpu.retractions(log + "#retracted_reqs: 1, #new_tokens_gained: 256") == 3
 
 
 def test_a_ratio_below_one_is_a_price() -> None:
-    rows = exact_gpu.rows_of(
+    rows = determinism_gpu.rows_of(
         {("decode", 1): 200.0, ("prefill_8192", 8): 50.0}, {("decode", 1): 190.0, ("prefill_8192", 8): 60.0}
     )
     assert [(row["work"], row["requests"], row["ratio"]) for row in rows] == [
@@ -58,9 +58,11 @@ def test_a_ratio_below_one_is_a_price() -> None:
 
 def test_a_model_that_says_the_same_to_all_is_refused() -> None:
     requests = [Request((i, i + 1), 1) for i in range(20)]
-    exact_gpu.refuse_mute_models({request: Answer(((7, -1.0 - i, ()),)) for i, request in enumerate(requests)})
+    determinism_gpu.refuse_mute_models({request: Answer(((7, -1.0 - i, ()),)) for i, request in enumerate(requests)})
     with pytest.raises(RuntimeError, match="20 requests got 2 different first tokens"):
-        exact_gpu.refuse_mute_models({request: Answer(((7, -1.0 - i % 2, ()),)) for i, request in enumerate(requests)})
+        determinism_gpu.refuse_mute_models(
+            {request: Answer(((7, -1.0 - i % 2, ()),)) for i, request in enumerate(requests)}
+        )
 
 
 class Servers:
@@ -71,11 +73,11 @@ class Servers:
         self.alone: list[bool] = []
         self.folder = folder
         (folder / "config.json").write_text('{"vocab_size": 512}')
-        patch.setattr(exact_gpu, "running", self.running)
-        patch.setattr(exact_gpu.exact_trace, "prove", self.prove)
-        patch.setattr(exact_gpu, "speeds", lambda url, small: {("decode", 1): 100.0 - len(self.started)})
+        patch.setattr(determinism_gpu, "running", self.running)
+        patch.setattr(determinism_gpu.determinism_trace, "prove", self.prove)
+        patch.setattr(determinism_gpu, "speeds", lambda url, small: {("decode", 1): 100.0 - len(self.started)})
         said = subprocess.CompletedProcess([], 0, "Total samples: 3, Unique samples: 1\n✅ match\n", "")
-        patch.setattr(exact_gpu.subprocess, "run", lambda command, **_: said)
+        patch.setattr(determinism_gpu.subprocess, "run", lambda command, **_: said)
 
     @contextlib.contextmanager
     def running(
@@ -96,7 +98,7 @@ class Servers:
     def run(self, *arguments: str) -> tuple[int, dict]:
         out = self.folder / "out.json"
         command = ["--model", str(self.folder), "--logs", str(self.folder), "--out", str(out), "--small", *arguments]
-        return exact_gpu.main(command), json.loads(out.read_text())
+        return determinism_gpu.main(command), json.loads(out.read_text())
 
 
 @pytest.fixture
@@ -106,13 +108,15 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
 
 def test_three_starts_do_all_but_speculation(servers: Servers) -> None:
     status, result = servers.run()
-    flags = [exact_gpu.FLAG in started for started in servers.started]
+    flags = [determinism_gpu.FLAG in started for started in servers.started]
     assert status == 0 and flags == [True, True, False] and not result["not_run"]
     assert servers.alone == [False, True, True]
     assert result["by_kind"]["trace"] == result["by_kind"]["chunks trace"] == [1, 0]
     assert result["seen"]["retracted"] == 2
     assert result["sglang_test_deterministic"] == {"single": [1], "prefix": [1], "p_vs_d": [1]}
-    assert result["rows"] == [{"work": "decode", "requests": 1, "default": 97.0, "exact": 98.0, "ratio": 98 / 97}]
+    assert result["rows"] == [
+        {"work": "decode", "requests": 1, "default": 97.0, "deterministic": 98.0, "ratio": 98 / 97}
+    ]
     chunks = [started[started.index("--chunked-prefill-size") + 1] for started in servers.started]
     assert chunks[0] != chunks[1] == chunks[2]
 
@@ -121,7 +125,7 @@ def test_what_is_cut_off_keeps_what_was_done(servers: Servers) -> None:
     """If time runs out or the script is ended, the file has the results of every work that was finished."""
     status, result = servers.run("--seconds", "0")
     assert status == 1 and result["not_run"] == ["chunks", "sglang", "price"] and result["compared"] == 1
-    assert exact_gpu.read_references(servers.folder / "out.references.json")
+    assert determinism_gpu.read_references(servers.folder / "out.references.json")
     status, result = servers.run("--resume", "--works", "chunks", "speculation")
     assert status == 0 and result["compared"] == 3 and len(servers.started) == 3
     assert "--speculative-algorithm" in servers.started[2] and not result["not_run"]
@@ -131,7 +135,7 @@ def test_a_mode_that_says_nothing_is_a_mismatch(servers: Servers, monkeypatch: p
     def late(command: list[str], **_: object) -> None:
         raise subprocess.TimeoutExpired(command, 300)
 
-    monkeypatch.setattr(exact_gpu.subprocess, "run", late)
+    monkeypatch.setattr(determinism_gpu.subprocess, "run", late)
     status, result = servers.run("--works", "sglang")
     assert status == 1 and result["by_kind"]["sglang single"] == [1, 1]
     assert "not done after" in (servers.folder / "test_deterministic_prefix.log").read_text()
@@ -143,7 +147,7 @@ def test_the_whole_script_on_a_cpu(checkpoint: Path, tmp_path: Path, monkeypatch
         monkeypatch.setenv(name, os.environ.get(name, "1" if name == "OMP_NUM_THREADS" else "passive"))
     out = tmp_path / "out.json"
     command = ["--model", str(checkpoint), "--small", "--requests", "30", "--port", str(free_port())]
-    status = exact_gpu.main([*command, "--logs", str(tmp_path), "--out", str(out), "--", "--sleep-on-idle"])
+    status = determinism_gpu.main([*command, "--logs", str(tmp_path), "--out", str(out), "--", "--sleep-on-idle"])
     result = json.loads(out.read_text())
     assert status == 0 and result["mismatches"] == 0, result["first_mismatches"]
     kinds = {"cold", "hit", "split", "continued", "batch", "trace"}
@@ -152,4 +156,4 @@ def test_the_whole_script_on_a_cpu(checkpoint: Path, tmp_path: Path, monkeypatch
     assert result["sglang_test_deterministic"]["single"] == [1]
     assert set(result["sglang_test_deterministic"]["prefix"]) <= {0, 1}
     assert {row["work"] for row in result["rows"]} == {"decode", "prefill_600"}
-    assert all(row["ratio"] == row["exact"] / row["default"] > 0 for row in result["rows"])
+    assert all(row["ratio"] == row["deterministic"] / row["default"] > 0 for row in result["rows"])

@@ -11,7 +11,7 @@ between `begin_weight_update` and `end_weight_update` is SGLang's; here the targ
 
 An update from files or through IPC is one request, which does all of these steps. Where a quantisation method of SGLang
 keeps its weights in a layout of its own (`reason_against`), weights come from files only, as SGLang loads them
-(`requests.refused.guards.keep_weights`).
+(`weights.updates.old_files`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.seam.all_groups import true_in_all_groups
 from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
 from sglang_dsv4.weights.checkpoint_files import read_config, stated
 from sglang_dsv4.weights.loader import CheckpointError
-from sglang_dsv4.weights.routes import ABANDON, BUSY
-from sglang_dsv4.weights.staging import WeightUpdate
+from sglang_dsv4.weights.updates.routes import ABANDON, BUSY
+from sglang_dsv4.weights.updates.staging import WeightUpdate
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPEN = "a weight update is open: end it with /end_weight_update, or drop it with /abandon_weight_update"
+FILES_ONLY = (
+    "into which tensors can't be exchanged one by one: write the new checkpoint to a folder and POST "
+    "/update_weights_from_disk"
+)
 _WEIGHTS = "weights"  # SGLang's tag of the weights' memory
 
 
@@ -201,12 +206,12 @@ def reason_against(model: nn.Module) -> str | None:
         method = type(getattr(module, "quant_method", None)).__name__
         if isinstance(module, FusedExperts):
             return (
-                f"{name} keeps its weights in the layout of SGLang's {method}: take --moe-runner-backend dsv4 "
-                "(Hopper, MXFP4 experts), or /update_weights_from_disk"
+                f"{name} keeps its weights in the layout of SGLang's {method}, {FILES_ONLY}, or start the server with "
+                "--moe-runner-backend dsv4 (Hopper, MXFP4 experts)"
             )
         scale = getattr(module, "weight_scale_inv", None)
         if method == "Fp8LinearMethod" and getattr(scale, "format_ue8m0", False):
-            return f"{name} keeps its scales in DeepGEMM's layout for Blackwell: take /update_weights_from_disk"
+            return f"{name} keeps its scales in DeepGEMM's layout for Blackwell, {FILES_ONLY}"
     return None
 
 
@@ -261,7 +266,8 @@ def _receive_bucket(manager: SchedulerWeightUpdaterManager, source: str, receive
     """Fields of the answer to a bucket."""
     updates = _updates(manager)
     if not updates:
-        return {"success": False, "message": "tensors come between /begin_weight_update and /end_weight_update"}
+        message = "No weight update is open: POST /begin_weight_update first, then tensors, then /end_weight_update."
+        return {"success": False, "message": message}
     with timed(manager, source):
         error = _first_error(manager, receive)
     if error is None:
@@ -369,11 +375,12 @@ def _busy(manager: SchedulerWeightUpdaterManager) -> str | None:
     """The reason why weights can't be exchanged yet; None if they can be. It is the same on every rank."""
     if (released := _released(manager)) is not None:
         return released
-    if is_idle(manager):
+    if true_in_all_groups(is_idle(manager)):
         return None
     return (
-        f"{BUSY}: their KV is of the old weights. POST /pause_generation with mode retract or abort (in_place keeps "
-        "them running), or wait for them."
+        f"{BUSY}: their KV is of the old weights. POST /pause_generation with mode retract (they are computed again "
+        "with the new weights) or abort; or wait until they have finished. A pause in_place keeps them from finishing: "
+        "POST /continue_generation, or pause again with another mode."
     )
 
 

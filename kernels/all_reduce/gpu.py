@@ -1,0 +1,272 @@
+"""Sum over ranks on Hopper and Blackwell (sm_90a, sm_100a): each rank stores its part into all mailboxes, and adds what
+arrives in its own.
+
+Protocol. A mailbox is filled with EMPTY words. A thread reads 16 bytes of its rank's part, replaces EMPTY in it by
+another NaN, and stores the words to its place in every rank's mailbox. Then it polls the same place in its own mailbox,
+where the other ranks store, until no word is EMPTY, adds the parts in fp32 in the order of the ranks, and writes EMPTY
+back. No flag says that data are there: each word does, so stores may arrive in any order, and a sum takes one crossing
+of the link. (A flag needs a release, which waits until the data have arrived, hence two crossings.)
+
+Who waits for whom, and why the wait ends:
+
+    a thread that polls         the thread with the same indices on every other rank, which stores before it polls. Its
+                                CTA becomes resident: a launch has at most 128 CTAs, which wait for no CTA of their own
+                                GPU, and kernels of other streams end by themselves (`device/dependent_launch.py`, rule
+                                3). That rank's earlier kernels wait for nothing that this kernel holds.
+    this rank's next sum        this rank's sum, by the order of the stream.
+    the store of sum k + 2      nothing, and needs no wait: its rank has seen words of sum k + 1 from every reader of
+    into a buffer               sum k in this buffer, and a rank sends these after its sum k has ended.
+
+Two buffers are therefore enough, and each channel (a CTA's part of the mailbox) keeps one bit that says which is next.
+The bit lies in device memory, so a CUDA graph can be replayed any number of times; nothing counts, so nothing
+overflows. EMPTY words of sum k are in place before the next writer: the end of a grid and the start of the next one in
+the stream order all accesses of the system, and the part of sum k + 1 is sent after it.
+
+Sums of one group must run on one stream, in one order on all ranks: two at once would share channels.
+
+A thread that waits longer than the limit stores 1 for the missing sender to `late`, which the host reads, returns NaN,
+and marks the mailbox as failed: later sums wait only a moment and return NaN, so the host soon gets control. A failed
+group stays failed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64, Uint32
+from torch import Tensor
+
+from dsv4_kernels.all_reduce.mailboxes import Mailboxes
+from dsv4_kernels.all_reduce.plan import EMPTY, MOST_RANKS, MOST_THREADS, NAN, VECTOR_BYTES
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.model_shapes import ModelShapes
+
+POLLS = 256
+"""Polls between two readings of the clock."""
+
+Addresses = NamedTuple("Addresses", [(f"rank_{r}", Int64) for r in range(MOST_RANKS)])
+"""A mailbox of each rank, as this GPU addresses it."""
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments of the kernel; addresses are Int64."""
+
+    part: Int64
+    out: Int64
+    own: Int64
+    """This rank's mailbox."""
+    buffer_of: Int64
+    """[channels] int32: which buffer a channel uses next."""
+    failed: Int64
+    """int32 on this GPU: whether a sum has failed."""
+    late: Int64
+    """[ranks] int32 in the host's memory: which senders did not arrive."""
+    time_limit: Int64
+    """Nanoseconds."""
+    buffer_bytes: Int64
+    channel_bytes: Int64
+    place_bytes: Int64
+    rank: Int32
+    vectors: Int32
+    """Vectors of 16 bytes of the part."""
+    mailboxes: Addresses
+
+
+def store(address: Int64, words: tuple) -> None:
+    """Stores 16 bytes to any GPU's memory; each word becomes visible to polls of that GPU at its own time."""
+    ptx.asm("st.relaxed.sys.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
+
+
+def poll(address: Int64) -> tuple:
+    """Four words that any GPU may be storing at the same time."""
+    code = "ld.relaxed.sys.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return ptx.asm(code, [Uint32] * 4, address)
+
+
+def load_flag(address: Int64) -> Int32:
+    """A word that other CTAs of this GPU may be setting."""
+    return ptx.asm("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", [Int32], address)
+
+
+def set_flag(address: Int64) -> None:
+    """Stores 1 for other CTAs of this GPU, and for the host."""
+    ptx.asm("st.relaxed.sys.global.b32 [{$r0}], {$r1};", [], address, Int32(1))
+
+
+def sendable(word: Uint32) -> Uint32:
+    """The word, or another NaN in place of EMPTY."""
+    return ptx.asm(
+        f"{{\n.reg .pred p;\nsetp.eq.u32 p, {{$r0}}, {EMPTY};\nselp.b32 {{$w0}}, {NAN}, {{$r0}}, p;\n}}", [Uint32], word
+    )
+
+
+def empties(words: list) -> Int32:
+    """1 if a word is EMPTY, else 0."""
+    return ptx.asm(
+        "{\n.reg .pred p;\n.reg .b32 x;\nmax.u32 x, {$r0}, {$r1};\nmax.u32 x, x, {$r2};\nmax.u32 x, x, {$r3};\n"
+        f"setp.eq.u32 p, x, {EMPTY};\nselp.b32 {{$w0}}, 1, 0, p;\n}}",
+        [Int32],
+        *words,
+    )
+
+
+def summed(parts: list, fp32: bool) -> tuple:
+    """Words of the sum in fp32 of the parts' words, in order, rounded once."""
+    numbers = [[ptx.as_f32(word) for word in words] if fp32 else bf16_rows.channels(words) for words in parts]
+    total = numbers[0]
+    for part in numbers[1:]:
+        total = [bf16_rows.add(a, b) for a, b in zip(total, part, strict=True)]
+    return tuple(ptx.as_u32(x) for x in total) if fp32 else bf16_rows.packed(total)
+
+
+@cute.jit
+def launch(
+    args: Arguments,
+    ranks: cutlass.Constexpr,
+    most_threads: cutlass.Constexpr,
+    fp32: cutlass.Constexpr,
+    ctas: Int32,
+    threads: Int32,
+    stream: cuda.CUstream,
+) -> None:
+    """Launches CTAs as `Plan.launch` says."""
+    kernel(args, ranks, most_threads, fp32).launch(
+        grid=[ctas, 1, 1],
+        block=[threads, 1, 1],
+        max_number_threads=[most_threads, 1, 1],
+        stream=stream,
+        use_pdl=dependent_launch.is_on(),
+    )
+
+
+@cute.kernel
+def kernel(args: Arguments, ranks: cutlass.Constexpr, most_threads: cutlass.Constexpr, fp32: cutlass.Constexpr) -> None:
+    """Sends and sums the blocks of one CTA."""
+    thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    threads, ctas = cute.arch.block_dim()[0], cute.arch.grid_dim()[0]
+    sender_bytes = most_threads * VECTOR_BYTES
+    dependent_launch.begin()
+    state = args.buffer_of + cta * 4
+    buffer = ptx.load_i32(state)
+    failed = load_flag(args.failed)
+    place = Int64(buffer) * args.buffer_bytes + cta * args.channel_bytes + thread * VECTOR_BYTES
+    first = cta * threads + thread
+
+    vector, offset = first, place
+    while vector < args.vectors:
+        words = [sendable(word) for word in bf16_rows.load_words(args.part + Int64(vector) * VECTOR_BYTES)]
+        for r in cutlass.range_constexpr(ranks):
+            store(args.mailboxes[r] + offset + args.rank * sender_bytes, words)
+        vector += ctas * threads
+        offset += args.place_bytes
+
+    time_limit = args.time_limit
+    if failed != 0:
+        time_limit = Int64(0)
+    vector, offset = first, place
+    while vector < args.vectors:
+        arrived = wait_for_parts(args, args.own + offset, time_limit, ranks, sender_bytes)
+        parts = [[arrived[4 * r + w] for w in range(4)] for r in range(ranks)]
+        ptx.store_16_bytes(args.out + Int64(vector) * VECTOR_BYTES, summed(parts, fp32))
+        for r in cutlass.range_constexpr(ranks):
+            store(args.own + offset + r * sender_bytes, [Uint32(EMPTY)] * 4)
+        vector += ctas * threads
+        offset += args.place_bytes
+
+    cute.arch.sync_threads()  # all threads have read which buffer to use
+    if thread == 0:
+        ptx.store_i32(state, buffer ^ 1)
+
+
+@cute.jit
+def wait_for_parts(
+    args: Arguments, address: Int64, time_limit: Int64, ranks: cutlass.Constexpr, sender_bytes: cutlass.Constexpr
+) -> cute.Tensor:
+    """The words of all ranks' vectors at a place of this rank's mailbox, [4 * ranks]; EMPTY where the time is over."""
+    arrived = cute.make_rmem_tensor((4 * ranks,), Uint32)
+    missing, polls, since = Int32(1), Int32(0), Int64(0)
+    while missing != 0:
+        missing = Int32(0)
+        for r in cutlass.range_constexpr(ranks):
+            words = poll(address + r * sender_bytes)
+            for w in cutlass.range_constexpr(4):
+                arrived[4 * r + w] = words[w]
+        for r in cutlass.range_constexpr(ranks):
+            missing = missing | empties([arrived[4 * r + w] for w in range(4)])
+        polls += 1
+        if missing != 0 and polls % POLLS == 0:
+            now = cute.arch.globaltimer()
+            if since == 0:
+                since = now
+            if now - since >= time_limit and polls > POLLS:
+                for r in cutlass.range_constexpr(ranks):
+                    if empties([arrived[4 * r + w] for w in range(4)]) != 0:
+                        set_flag(args.late + 4 * r)
+                set_flag(args.failed)
+                missing = Int32(0)
+    return arrived
+
+
+# Host side
+
+
+def compile(arch: str, ranks: int, most_threads: int, dtype: torch.dtype) -> Callable[..., None]:
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, threads, stream)."""
+    config = ranks, most_threads, dtype == torch.float32
+    return load_launcher("all_reduce", config, arch, launch, Arguments, *config, Int32, Int32)
+
+
+def _arguments(part: Tensor, out: Tensor, vectors: int, mailboxes: Mailboxes) -> Arguments:
+    plan, addresses = mailboxes.plan, mailboxes.addresses
+    return Arguments(
+        part=part.data_ptr(),
+        out=out.data_ptr(),
+        own=addresses[mailboxes.rank],
+        buffer_of=mailboxes.buffer_of.data_ptr(),
+        failed=mailboxes.failed.data_ptr(),
+        late=mailboxes.late.data_ptr(),
+        time_limit=mailboxes.time_limit,
+        buffer_bytes=plan.buffer_bytes,
+        channel_bytes=plan.channel_bytes,
+        place_bytes=plan.place_bytes,
+        rank=mailboxes.rank,
+        vectors=vectors,
+        mailboxes=Addresses(*addresses, *(0,) * (MOST_RANKS - plan.ranks)),
+    )
+
+
+def _run(name: str, part: Tensor, mailboxes: Mailboxes) -> Tensor:
+    num_bytes, plan = part.numel() * part.element_size(), mailboxes.plan
+    if num_bytes > plan.most_bytes or num_bytes % VECTOR_BYTES:
+        raise ValueError(
+            f"all_reduce: a part of {num_bytes} bytes; expected a multiple of {VECTOR_BYTES} and at most "
+            f"{plan.most_bytes}, the size that the mailboxes were made for"
+        )
+    out, vectors = torch.empty_like(part), num_bytes // VECTOR_BYTES
+    launcher = compile(architecture(name, part.device), plan.ranks, plan.threads, part.dtype)
+    if vectors:
+        arguments = _arguments(part, out, vectors, mailboxes)
+        launcher(arguments, *map(Int32, plan.launch(vectors)), current_stream(part.device))
+    return out
+
+
+def sm90(part: Tensor, mailboxes: Mailboxes) -> Tensor:
+    """`dsv4_kernels.all_reduce.all_reduce` on Hopper."""
+    return _run("sm90", part, mailboxes)
+
+
+def sm100(part: Tensor, mailboxes: Mailboxes) -> Tensor:
+    """`dsv4_kernels.all_reduce.all_reduce` on Blackwell (B200, GB200, B300)."""
+    return _run("sm100", part, mailboxes)
+
+
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """The compile jobs of `all_reduce`: parts of the attention, and of the experts."""
+    dtypes = {model.attention.dtype, torch.float32 if model.experts_sum_fp32 else model.attention.dtype}
+    return [partial(compile, arch, model.peer_sum_ranks, MOST_THREADS, dtype) for dtype in sorted(dtypes, key=str)]

@@ -1,0 +1,130 @@
+"""Sums over ranks by our own kernel, through memory that all GPUs of a host can write (`dsv4_kernels.all_reduce`).
+
+    SGLANG_DSV4_ALL_REDUCE    sglang (default): SGLang's all-reduce, or the gather of `rank_sum` under the flag.
+                              auto: ours for parts of at most `MOST_BYTES`, where the ranks can map each other's memory.
+                              ours: the same, and the server stops where they cannot.
+
+Our sum adds in fp32 in the order of the ranks, as `rank_sum` does under --enable-deterministic-inference, and gives the
+same bits. So it serves under the flag, too, and a larger part is gathered there.
+
+The mailboxes are made while the target model is built, before SGLang measures the memory that is left for pools. If a
+rank does not send its part within `TIME_LIMIT_SECONDS`, the others name it in the log and end the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+import time
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from torch import Tensor
+
+from dsv4_kernels.all_reduce import all_reduce
+from dsv4_kernels.all_reduce.mailboxes import Mailboxes
+from dsv4_kernels.all_reduce.plan import VECTOR_BYTES
+from sglang_dsv4 import env
+from sglang_dsv4.layers import data_parallel
+from sglang_dsv4.model_config.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGLANG_DSV4_ALL_REDUCE"
+MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
+"""By ranks: bytes of the largest part that our kernel sums. It sends a part to every other rank, so a library that cuts
+parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
+TIME_LIMIT_SECONDS = 120.0
+"""Longer than a rank is busy with anything but a forward, such as a kernel that is compiled when it is first needed."""
+WATCH_SECONDS = 1.0
+
+_mailboxes: Mailboxes | None = None
+
+
+@functools.cache
+def choice() -> str:
+    """The switch: "sglang", "auto" or "ours".
+
+    Raises:
+        ValueError: another word.
+    """
+    return env.choice(VARIABLE) or "sglang"
+
+
+def ranks() -> int:
+    """Ranks that sum through each other's memory; 0 if SGLang sums."""
+    return 0 if _mailboxes is None else _mailboxes.ranks
+
+
+def set_up(device: torch.device) -> None:
+    """Make the mailboxes of the TP group, if the switch asks for our sum; all ranks call it at the same time.
+
+    A process makes them once, whatever it is called for.
+
+    Raises:
+        ConfigError: `ours` was asked for, and cannot be.
+    """
+    global _mailboxes
+    group = get_tp_group()
+    if _mailboxes is not None or choice() == "sglang" or group.world_size == 1:
+        return
+    reason = _obstacle(group.world_size, device)
+    if not reason:
+        # CUDA's bindings are missing where there is no GPU.
+        from dsv4_kernels.all_reduce import peer_memory
+
+        most = MOST_BYTES[group.world_size]
+        try:
+            made = peer_memory.connect(group.device_group, group.cpu_group, device, most, TIME_LIMIT_SECONDS)
+            peer_memory.try_out(made, group.cpu_group, device)
+        except peer_memory.CannotConnectError as error:
+            reason = str(error)
+    if reason:
+        if choice() == "ours":
+            raise ConfigError(VARIABLE, "ours", f"auto or sglang here, since {reason}")
+        if group.rank_in_group == 0:
+            logger.info("sums over %d ranks: SGLang's all-reduce, since %s", group.world_size, reason)
+        return
+    _mailboxes = made
+    threading.Thread(target=_watch, args=(made,), name="sums over ranks", daemon=True).start()
+    if made.rank == 0:
+        most, mailbox = made.most_bytes / 2**20, made.plan.mailbox_bytes / 2**20
+        logger.info("sums over %d ranks of up to %.1f MB: ours; mailboxes of %.1f MB a rank", made.ranks, most, mailbox)
+
+
+def total(part: Tensor) -> Tensor | None:
+    """The sum of all ranks' parts in the order of the ranks, rounded once; None if our kernel does not sum them.
+
+    Args:
+        part: [T, d], this rank's; T is the same on all ranks.
+    """
+    num_bytes = part.numel() * part.element_size()
+    if _mailboxes is None or num_bytes > _mailboxes.most_bytes or num_bytes % VECTOR_BYTES:
+        return None
+    return all_reduce(part.contiguous(), _mailboxes)
+
+
+def _obstacle(ranks: int, device: torch.device) -> str:
+    """Why this group cannot sum through its memory, or ""."""
+    if device.type != "cuda":
+        return f"the model is on a {device.type.upper()}, not on GPUs"
+    if ranks not in MOST_BYTES:
+        return f"there are {ranks} ranks, not {', '.join(map(str, MOST_BYTES))}"
+    if data_parallel.is_on():
+        return "attention data parallelism exchanges rows instead of summing over all ranks"
+    return ""
+
+
+def _watch(mailboxes: Mailboxes) -> None:
+    while not (late := mailboxes.late_ranks()):
+        time.sleep(WATCH_SECONDS)
+    logger.error(
+        "a sum over ranks waited %.0f s for a part of rank %s: that process hangs, has ended, or computes another "
+        "batch; its log says more. This server ends",
+        mailboxes.time_limit / 1e9,
+        ", ".join(map(str, late)),
+    )
+    os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's watchdog: the launcher ends all processes

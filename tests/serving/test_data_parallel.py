@@ -1,0 +1,170 @@
+"""Attention data parallelism over gloo: groups of ranks with requests of their own share the experts.
+
+A request's bits depend neither on the other groups' requests, nor on the group that has it. CPU only: the GPU's tests
+are in `test_data_parallel_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+from serving.groups import KINDS, QUESTIONS, Question, at_once, bits, group_flags, shape_for, some
+from serving.server import TAILS, Server, flush, running_server, wait_for_files
+
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
+from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+
+TOPOLOGIES = [(2, 2), (4, 2), (4, 4)]
+"""Ranks of tensor parallelism, and groups of ranks."""
+
+
+class Served(NamedTuple):
+    server: Server
+    groups: int
+    kind: str
+    files: Path  # of the tiers
+
+
+def served() -> list[Any]:
+    """Return topology and kind of each server: DSpark drafts with one rank a group only (a refusal of SGLang's)."""
+    return [
+        pytest.param((ranks, groups, kind), id=f"tp{ranks}-dp{groups}-{kind}", marks=pytest.mark.slow)
+        for ranks, groups in TOPOLOGIES
+        for kind in KINDS
+        if kind != "DSPARK" or ranks == groups
+    ]
+
+
+@pytest.fixture(scope="module", params=served())
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    ranks, groups, kind = request.param
+    folder = tmp_path_factory.mktemp("groups")
+    write_checkpoint(folder / "model", shape_for(kind, ranks))
+    env = TAILS | {FOLDER_VARIABLE: str(folder / "files")}
+
+    with running_server(folder / "model", folder / "log", *group_flags(kind, ranks, groups), env=env) as server:
+        yield Served(server, groups, kind, folder / "files")
+
+
+def begin(server: Server, question: Question, group: int) -> threading.Thread:
+    """Ask in another thread, and wait until the group decodes."""
+    thread = threading.Thread(target=lambda: requests.post(**_streamed(server, question, group)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not loads(server)[group]["num_running_reqs"]:
+        assert time.monotonic() < deadline, "the request does not run"
+        time.sleep(0.05)
+    return thread
+
+
+def _streamed(server: Server, question: Question, group: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": question.new, "temperature": 0, "ignore_eos": True}
+    body = {
+        "input_ids": list(question.tokens),
+        "sampling_params": sampling,
+        "routed_dp_rank": group,
+        "rid": f"on {group}",
+    }
+    return {"url": f"{server.url}/generate", "json": body, "timeout": 300}
+
+
+def loads(server: Server) -> dict[int, dict[str, Any]]:
+    """Return each group's load."""
+    return {load["dp_rank"]: load for load in requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"]}
+
+
+def test_busy_answers_are_those_of_alone_on_every_group(running: Served) -> None:
+    """Alone, all other groups are idle from start to end; at once, groups prefill while others decode, and finish at
+    different times."""
+    server, groups = running.server, running.groups
+    flush(server)
+    alone = {(i, g): bits(question.ask(server, g)) for i, question in enumerate(QUESTIONS) for g in range(groups)}
+    for i in range(len(QUESTIONS)):
+        assert all(alone[i, g] == alone[i, 0] for g in range(groups)), "a group has other bits"
+    flush(server)
+    asked = [(i, g) for g in range(groups) for i in range(len(QUESTIONS))]
+    asked = asked[::2] + asked[1::2]
+    busy = at_once(server, [(QUESTIONS[i], g) for i, g in asked])
+    assert [bits(answer) for answer in busy] == [alone[one] for one in asked]
+    assert running.kind == "tiers" or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
+    hits = at_once(server, [(QUESTIONS[2], g) for g in range(groups)])
+    assert [bits(answer) for answer in hits] == [alone[2, g] for g in range(groups)]
+    assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in hits), "each group has a tree of its own"
+
+
+def test_a_flush_empties_all_groups_or_none(running: Served) -> None:
+    server, last = running.server, running.groups - 1
+    flush(server)
+    kept = Question(tuple(some(20, 600)), 2)
+    kept.ask(server, 0)
+    thread = begin(server, Question(tuple(some(21, 40)), 400), last)
+    assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 400
+    waiting = requests.post(f"{server.url}/flush_cache", params={"timeout": 5}, timeout=60)
+    assert waiting.status_code == 400 and "ask again" in waiting.text
+    assert kept.ask(server, 0)["meta_info"]["cached_tokens"] == 512
+    requests.post(f"{server.url}/abort_request", json={"rid": f"on {last}"}, timeout=60)
+    thread.join(60)
+    assert not thread.is_alive(), "the abort did not end the request"
+    flush(server)
+    assert kept.ask(server, 0)["meta_info"]["cached_tokens"] in ((0, 512) if running.kind == "tiers" else (0,))
+
+
+@pytest.mark.parametrize("wrong", ["too large", -1, "one", 1.5, True])
+def test_an_invalid_group_gets_a_400(running: Served, wrong: Any) -> None:
+    if running.kind != "plain":
+        pytest.skip("the launcher's check, as in every kind")
+    group = running.groups if wrong == "too large" else wrong
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "routed_dp_rank": group}
+    response = requests.post(f"{running.server.url}/generate", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert running.server.is_alive()
+
+
+def test_metrics_name_the_group(running: Served) -> None:
+    for group in range(running.groups):
+        QUESTIONS[1].ask(running.server, group)
+    text = requests.get(f"{running.server.url}/metrics", timeout=60).text
+    for group in range(running.groups):
+        lines = [line for line in text.splitlines() if f'dp_rank="{group}"' in line]
+        assert any(line.startswith("sglang_dsv4:prefix_recomputed_tokens_total") for line in lines), group
+        assert any(line.startswith("sglang:") for line in lines), group
+
+
+def test_files_of_one_group_are_every_groups(running: Served) -> None:
+    if running.kind != "tiers":
+        pytest.skip("without files")
+    server, question = running.server, Question(tuple(some(30, 1100)), 4)
+    cold = question.ask(server, 0)
+    wait_for_files(running.files)
+    flush(server)
+    for group in reversed(range(running.groups)):
+        again = question.ask(server, group)
+        assert bits(again) == bits(cold)
+        assert again["meta_info"]["cached_tokens"] == 1024, group
+
+
+def test_weights_are_exchanged_on_all_groups_or_on_none(running: Served) -> None:
+    """One group's request is paused; SGLang would wait for the end of a running one."""
+    if running.kind not in ("plain", "EAGLE"):
+        pytest.skip("as in these kinds")
+    server, last = running.server, running.groups - 1
+    model = requests.get(f"{server.url}/model_info", timeout=60).json()["model_path"]
+    before = bits(QUESTIONS[1].ask(server, 0))
+    thread = begin(server, Question(tuple(some(41, 40)), 400), last)
+    requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+    busy = requests.post(f"{server.url}/update_weights_from_disk", json={"model_path": model}, timeout=120)
+    assert busy.status_code == 400 and "Requests are running" in busy.text
+    requests.post(f"{server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+    requests.post(f"{server.url}/abort_request", json={"rid": f"on {last}"}, timeout=60)
+    thread.join(60)
+    done = requests.post(f"{server.url}/update_weights_from_disk", json={"model_path": model}, timeout=120)
+    assert done.status_code == 200, done.text
+    answers = [QUESTIONS[1].ask(server, group) for group in range(running.groups)]
+    assert [bits(answer) for answer in answers] == [before] * running.groups
+    assert not answers[0]["meta_info"]["cached_tokens"]

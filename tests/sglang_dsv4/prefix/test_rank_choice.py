@@ -1,0 +1,244 @@
+"""The rank that gets a request: its prefix, its load, its namespace, and SGLang's controller around it."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.data_parallel_controller import DataParallelController
+from sglang.srt.managers.load_snapshot import LoadSnapshot
+
+from dsv4_radix_cache.ring import PAGE_TOKENS
+from sglang_dsv4 import env
+from sglang_dsv4.prefix import rank_choice
+from sglang_dsv4.prefix.rank_choice import FULL_CACHE_TOKENS, REQUEST_TOKENS, RankChoice
+
+BOTH = [0, 1]
+
+
+def prompt(first: int, tokens: int) -> list[int]:
+    return list(range(first, first + tokens))
+
+
+def ask(choice: RankChoice, tokens: list[int], key: str | None = None, salt: str | None = None) -> int:
+    digests = choice.digests(tokens, key, salt)
+    rank = choice.choose(digests, BOTH)
+    choice.note(digests, len(tokens), rank)
+    return rank
+
+
+def idle(choice: RankChoice, at: float, capacity: int = 1 << 16) -> None:
+    choice.update([LoadSnapshot(timestamp=at, dp_rank=rank, max_total_num_tokens=capacity) for rank in BOTH])
+
+
+@pytest.fixture
+def choice() -> RankChoice:
+    return RankChoice(2, now=lambda: 0.0)
+
+
+def test_turns_of_a_conversation_stay_on_their_rank(choice: RankChoice) -> None:
+    """Requests of others come between them, and go where less is cached."""
+    conversations, ranks = [prompt(10_000 * i, 700) for i in range(8)], []
+    for turn in range(4):
+        idle(choice, 1.0 + turn)
+        for i, tokens in enumerate(conversations):
+            rank = ask(choice, tokens)
+            idle(choice, 1.5 + turn + i / 100)
+            ranks.append(rank)
+            conversations[i] = tokens + prompt(500_000 + 10_000 * i + 300 * turn, 300)
+    assert ranks[8:16] == ranks[16:24] == ranks[24:] == ranks[:8]
+    assert ranks[:8].count(0) == 4
+
+
+def test_a_prefix_of_all_requests_reaches_every_rank(choice: RankChoice) -> None:
+    idle(choice, 1.0)
+    shared, ranks = prompt(0, 16 * PAGE_TOKENS), []
+    for i in range(1, 65):  # requests that are computed at once, and decode for ever
+        ranks.append(ask(choice, shared + prompt(10_000 * i, 40)))
+        running = [LoadSnapshot(timestamp=1.0 + i, dp_rank=r, num_running_reqs=ranks.count(r)) for r in BOTH]
+        choice.update(running)
+    assert ranks[:3] == [ranks[0]] * 3, "the prefix is found while the rank has little to do"
+    assert ranks.index(1 - ranks[0]) <= 16 * PAGE_TOKENS / REQUEST_TOKENS
+    assert 24 <= ranks.count(0) <= 40
+
+
+def test_a_shared_beginning_does_not_draw_all_conversations(choice: RankChoice) -> None:
+    """The ranks are idle, and their caches fill up."""
+    shared, ranks = prompt(0, 4 * PAGE_TOKENS), []
+    for i in range(1, 41):
+        idle(choice, float(i), capacity=100 * PAGE_TOKENS)
+        ranks.append(ask(choice, shared + prompt(10_000 * i, 3 * PAGE_TOKENS)))
+    assert 15 <= ranks.count(0) <= 25
+
+
+def test_waiting_tokens_count(choice: RankChoice) -> None:
+    idle(choice, 1.0)
+    tokens = prompt(0, 4 * PAGE_TOKENS)
+    rank = ask(choice, tokens)
+    busy = [LoadSnapshot(timestamp=2.0, dp_rank=rank, num_waiting_uncached_tokens=4 * PAGE_TOKENS + FULL_CACHE_TOKENS)]
+    choice.update(busy)
+    assert ask(choice, tokens) == 1 - rank
+    idle(choice, 3.0)
+    assert {ask(choice, tokens), ask(choice, tokens)} == set(BOTH)
+
+
+def test_a_snapshot_replaces_only_requests_that_it_has() -> None:
+    clock = [10.0]
+    choice = RankChoice(2, now=lambda: clock[0])
+    ask(choice, prompt(0, 600))
+    choice.update([LoadSnapshot(timestamp=10.05, dp_rank=0)])
+    assert choice.loads[0].tokens == 600 + REQUEST_TOKENS, "the request may be on its way still"
+    choice.update([LoadSnapshot(timestamp=10.2, dp_rank=0, num_running_reqs=1)])
+    assert choice.loads[0].tokens == REQUEST_TOKENS
+    choice.update([LoadSnapshot(timestamp=10.2, dp_rank=0, num_running_reqs=9)])
+    assert choice.loads[0].tokens == REQUEST_TOKENS, "the same snapshot again"
+
+
+@pytest.mark.parametrize("other", [("b", None), (None, "b"), ("b", "b")], ids=["extra_key", "cache_salt", "both"])
+def test_namespaces_share_nothing(choice: RankChoice, other: tuple[str | None, str | None]) -> None:
+    tokens = prompt(0, 700)
+    first, second = choice.digests(tokens, None, None), choice.digests(tokens, *other)
+    assert not set(first) & set(second)
+    choice.note(first, 700, 0)
+    assert choice.index.costs(second) == [2 * PAGE_TOKENS] * 2
+
+
+@pytest.mark.parametrize("overlap", [0, 1], ids=["tokens", "bigrams"])
+def test_digests_are_the_trees(overlap: int) -> None:
+    """`prefix.tail_nodes` makes them of SGLang's key, bigrams with EAGLE included."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sglang_dsv4.prefix.request_state import chain_of
+
+    for tokens in (0, 1, 255, 256, 257, 512, 513, 700):
+        key = RadixKey(array("q", prompt(5, tokens)), "key", is_bigram=bool(overlap), cache_salt="salt")
+        chain = chain_of(None, (key.extra_key, key.cache_salt), int(key.is_bigram))
+        expected = chain.digests(key.token_ids, len(key) // PAGE_TOKENS)
+        assert RankChoice(2, overlap).digests(prompt(5, tokens), "key", "salt") == expected
+
+
+class Reader:
+    def read_all(self) -> list[LoadSnapshot]:
+        later = time.time() + 1
+        return [LoadSnapshot(timestamp=later, dp_rank=rank, max_total_num_tokens=1 << 16) for rank in range(3)]
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's controller without its processes; what it sends is in `sent`."""
+    made = DataParallelController.__new__(DataParallelController)
+    made.workers, made.status, made.dp_active = ["w0", "w1", "w2"], [True] * 3, [True] * 3
+    made._active_workers, made.round_robin_counter = [0, 1, 2], 0
+    made.load_snapshot_reader, made.sent = Reader(), []
+    memory = SimpleNamespace(
+        radix_cache_backend="dsv4", disable_radix_cache=False, enable_hierarchical_cache=False, hicache_size=0
+    )
+    made.memory = memory
+    monkeypatch.setattr(rank_choice, "REFRESH_S", 0.0)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_memory", lambda: memory)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: SimpleNamespace(speculative_algorithm=None))
+    send = lambda socket, request: made.sent.append(socket)  # noqa: E731
+    monkeypatch.setattr(io_struct, "sock_send", send)
+    monkeypatch.setattr("sglang.srt.managers.data_parallel_controller.sock_send", send)
+    yield made
+
+
+def send(controller: Any, tokens: list[int] | None, rank: int | None = None) -> str:
+    request = SimpleNamespace(input_ids=tokens, extra_key=None, cache_salt=None, routed_dp_rank=rank)
+    original = getattr(DataParallelController.round_robin_scheduler, "__wrapped__", None)
+    rank_choice.dispatch(original or DataParallelController.round_robin_scheduler, controller, request)
+    return controller.sent[-1]
+
+
+def test_the_controller_sends_to_the_chosen_rank(controller: Any) -> None:
+    assert send(controller, prompt(0, 700)) == send(controller, prompt(0, 900))
+    assert send(controller, prompt(50_000, 700)) != controller.sent[0]
+    assert send(controller, None) and send(controller, [1])
+
+
+def test_the_clients_rank_is_honoured_and_remembered(controller: Any) -> None:
+    assert send(controller, prompt(0, 1300), 2) == "w2"
+    assert send(controller, prompt(0, 1400)) == "w2"
+
+
+def test_a_dead_rank_gets_nothing(controller: Any) -> None:
+    assert send(controller, prompt(0, 1300), 1) == "w1"
+    controller.status[1] = False
+    assert send(controller, prompt(0, 1300)) != "w1"
+    controller.workers[0] = None
+    controller._active_workers = [2]
+    assert {send(controller, prompt(9000 * i, 600)) for i in range(4)} == {"w2"}
+    controller.status[2] = False
+    with pytest.raises(RuntimeError, match="unavailable"):
+        send(controller, prompt(0, 600))
+
+
+@pytest.mark.parametrize("how", ["switch", "no prefix cache", "another model"])
+def test_sglangs_round_robin_stays(controller: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "switch":
+        monkeypatch.setenv(rank_choice.VARIABLE, "sglang")
+    elif how == "no prefix cache":
+        controller.memory.disable_radix_cache = True
+    else:
+        controller.memory.radix_cache_backend = None
+    assert [send(controller, prompt(0, 700)) for _ in range(4)] == ["w0", "w1", "w2", "w0"]
+
+
+def test_another_word_is_refused(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rank_choice.VARIABLE, "yes")
+    with pytest.raises(ValueError, match=rank_choice.VARIABLE):
+        env.choice(rank_choice.VARIABLE)
+
+
+class Caches:
+    """An LRU cache of pages for each rank, whose load is told to the choice after each request."""
+
+    def __init__(self, ranks: int, pages: int) -> None:
+        self.pages, self.of_rank, self.hit, self.asked = pages, [dict[bytes, None]() for _ in range(ranks)], 0, 0
+
+    def serve(self, digests: list[bytes], rank: int) -> None:
+        cache = self.of_rank[rank]
+        self.hit += next((i for i, digest in enumerate(digests) if digest not in cache), len(digests))
+        self.asked += len(digests)
+        for digest in reversed(digests):
+            cache.pop(digest, None)
+            cache[digest] = None
+        while len(cache) > self.pages:
+            del cache[next(iter(cache))]
+
+
+def hit_rate(ranks: int, pages: int, in_turn: bool = False) -> float:
+    """The share of cached pages of conversations with a common beginning, in random order, on caches that are full."""
+    rng, clock = random.Random(1), [0.0]
+    choice, caches = RankChoice(ranks, now=lambda: clock[0]), Caches(ranks, pages)
+    conversations = [prompt(0, 2 * PAGE_TOKENS) for _ in range(30)]
+    for number in range(800):
+        clock[0] += 1.0
+        i = rng.randrange(len(conversations))
+        if len(conversations[i]) > 10 * PAGE_TOKENS:  # another one begins
+            conversations[i] = prompt(0, 2 * PAGE_TOKENS)
+        conversations[i] = conversations[i] + prompt(10_000 + 1000 * number, 300)
+        busy = [rng.randrange(3) for _ in range(ranks)]
+        capacity = pages * PAGE_TOKENS
+        choice.update(
+            LoadSnapshot(timestamp=clock[0], dp_rank=r, num_running_reqs=busy[r], max_total_num_tokens=capacity)
+            for r in range(ranks)
+        )
+        digests = choice.digests(conversations[i], None, None)
+        rank = number % ranks if in_turn else choice.choose(digests, range(ranks))
+        choice.note(digests, len(conversations[i]), rank)
+        caches.serve(digests, rank)
+    return caches.hit / caches.asked
+
+
+@pytest.mark.parametrize("pages", [120, 60], ids=["nearly all fit", "half is evicted"])
+def test_two_ranks_hit_nearly_as_one_of_twice_the_cache(pages: int) -> None:
+    one = hit_rate(1, 2 * pages)
+    assert hit_rate(2, pages) >= 0.95 * one
+    assert hit_rate(2, pages, in_turn=True) < 0.9 * one
