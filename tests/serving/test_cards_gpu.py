@@ -59,11 +59,7 @@ def plain(checkpoint: Path) -> tuple[Answers, list[int]]:
 
 
 def test_our_sums_over_ranks_change_no_bit(checkpoint: Path, plain: tuple[Answers, list[int]]) -> None:
-<<<<<<< HEAD
-    """Our sums have the bits of the gather that they replace."""
-=======
     """Our kernel has the bits of the gather that it replaces."""
->>>>>>> allreduce
     assert answers(checkpoint, "--tp-size", "2", **{peer_sums.VARIABLE: "ours"}) == plain
     (log,) = checkpoint.parent.glob("log*ours")
     assert log.read_text().count("sums over 2 ranks of up to 8.0 MB: ours") == 1
