@@ -5,7 +5,7 @@
 One process a GPU. Contenders, each with the parts [rows, dim] of one sublayer in bf16:
 
     ours           `dsv4_kernels.all_reduce`: stores into the other GPUs' memory, one hop, fp32 in rank order
-    ours_TxC       (--sweep) as ours, with CTAs of T threads and at most C of them
+    ours_T-MxC     (--sweep) as ours, with CTAs of T to M threads and at most C of them
     nccl           `torch.distributed.all_reduce`
     gather         under the deterministic flag without ours: all-gather, and the sum of the parts in rank order
     sglang         SGLang's `CustomAllReduceV2`, if it is installed and runs here (its error otherwise)
@@ -28,12 +28,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lib.measuring import gpu_state, versions
+from lib.measuring import gpu_state
+from lib.versions import versions
 from torch import Tensor, distributed
 
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
 from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import MOST_CHANNELS, THREADS
+from dsv4_kernels.all_reduce.plan import FEWEST_THREADS, MOST_CHANNELS, MOST_THREADS
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -42,7 +43,7 @@ REPLAYS = 30
 WARM_REPLAYS = 5
 MOST_BYTES = 16 << 20
 SECONDS = 60.0
-SWEEP = [(threads, channels) for threads in (128, 256, 512) for channels in (32, 64, 128)]
+SWEEP = [(64, 512, 128), (256, 512, 128), (512, 512, 128), (128, 1024, 128), (128, 512, 64), (512, 1024, 32)]
 Call = Callable[[Tensor], Tensor]
 
 
@@ -55,15 +56,16 @@ class Rank:
         self.cpu_group = distributed.new_group(backend="gloo")
         self.notes: dict[str, str] = {}
         self.boxes: dict[str, Mailboxes] = {}
-        for threads, channels in [(THREADS, MOST_CHANNELS), *(SWEEP if options.sweep else ())]:
-            name = "ours" if not self.boxes else f"ours_{threads}x{channels}"
+        for few, many, channels in [(FEWEST_THREADS, MOST_THREADS, MOST_CHANNELS), *(SWEEP if options.sweep else ())]:
+            name = "ours" if not self.boxes else f"ours_{few}-{many}x{channels}"
             self.boxes[name] = peer_memory.connect(
                 distributed.group.WORLD,
                 self.cpu_group,
                 self.device,
                 MOST_BYTES,
                 SECONDS,
-                threads=threads,
+                threads=many,
+                fewest_threads=few,
                 channels=channels,
             )
             peer_memory.try_out(self.boxes[name], self.cpu_group, self.device)
@@ -181,13 +183,13 @@ def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     if any(wrong.values()):
         raise SystemExit(f"bits differ from the definition, by rows: {wrong}")
     if rank == 0:
-        print(f"{'rows':>5} {'KB':>7} " + " ".join(f"{name:>10}" for name in made.calls))
+        print(f"{'rows':>5} {'KB':>7} " + " ".join(f"{name:>15}" for name in made.calls))
     sizes = []
     for rows in wrong:
         times = made.times(rows, options.dim)
         sizes.append({"rows": rows, "kilobytes": rows * options.dim * 2 / 1024, "us": times})
         if rank == 0:
-            cells = " ".join(f"{'-' if us is None else us:>10}" for us in times.values())
+            cells = " ".join(f"{'-' if us is None else us:>15}" for us in times.values())
             print(f"{rows:>5} {rows * options.dim // 512:>7} {cells}", flush=True)
     late = made.everybody([boxes.late_ranks() for boxes in made.boxes.values()])
     if rank == 0:

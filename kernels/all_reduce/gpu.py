@@ -41,7 +41,7 @@ from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
 from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import EMPTY, MOST_RANKS, NAN, THREADS, VECTOR_BYTES
+from dsv4_kernels.all_reduce.plan import EMPTY, MOST_RANKS, MOST_THREADS, NAN, VECTOR_BYTES
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
@@ -129,21 +129,28 @@ def summed(parts: list, fp32: bool) -> tuple:
 def launch(
     args: Arguments,
     ranks: cutlass.Constexpr,
-    threads: cutlass.Constexpr,
+    most_threads: cutlass.Constexpr,
     fp32: cutlass.Constexpr,
     ctas: Int32,
+    threads: Int32,
     stream: cuda.CUstream,
 ) -> None:
-    """Launches `Plan.ctas` CTAs."""
-    kernel(args, ranks, threads, fp32).launch(
-        grid=[ctas, 1, 1], block=[threads, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    """Launches CTAs as `Plan.launch` says."""
+    kernel(args, ranks, most_threads, fp32).launch(
+        grid=[ctas, 1, 1],
+        block=[threads, 1, 1],
+        max_number_threads=[most_threads, 1, 1],
+        stream=stream,
+        use_pdl=dependent_launch.is_on(),
     )
 
 
 @cute.kernel
-def kernel(args: Arguments, ranks: cutlass.Constexpr, threads: cutlass.Constexpr, fp32: cutlass.Constexpr) -> None:
+def kernel(args: Arguments, ranks: cutlass.Constexpr, most_threads: cutlass.Constexpr, fp32: cutlass.Constexpr) -> None:
     """Sends and sums the blocks of one CTA."""
-    thread, cta, ctas = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+    threads, ctas = cute.arch.block_dim()[0], cute.arch.grid_dim()[0]
+    sender_bytes = most_threads * VECTOR_BYTES
     dependent_launch.begin()
     state = args.buffer_of + cta * 4
     buffer = ptx.load_i32(state)
@@ -155,7 +162,7 @@ def kernel(args: Arguments, ranks: cutlass.Constexpr, threads: cutlass.Constexpr
     while vector < args.vectors:
         words = [sendable(word) for word in bf16_rows.load_words(args.part + Int64(vector) * VECTOR_BYTES)]
         for r in cutlass.range_constexpr(ranks):
-            store(args.mailboxes[r] + offset + args.rank * (threads * VECTOR_BYTES), words)
+            store(args.mailboxes[r] + offset + args.rank * sender_bytes, words)
         vector += ctas * threads
         offset += args.place_bytes
 
@@ -164,11 +171,11 @@ def kernel(args: Arguments, ranks: cutlass.Constexpr, threads: cutlass.Constexpr
         time_limit = Int64(0)
     vector, offset = first, place
     while vector < args.vectors:
-        arrived = wait_for_parts(args, args.own + offset, time_limit, ranks, threads)
+        arrived = wait_for_parts(args, args.own + offset, time_limit, ranks, sender_bytes)
         parts = [[arrived[4 * r + w] for w in range(4)] for r in range(ranks)]
         ptx.store_16_bytes(args.out + Int64(vector) * VECTOR_BYTES, summed(parts, fp32))
         for r in cutlass.range_constexpr(ranks):
-            store(args.own + offset + r * (threads * VECTOR_BYTES), [Uint32(EMPTY)] * 4)
+            store(args.own + offset + r * sender_bytes, [Uint32(EMPTY)] * 4)
         vector += ctas * threads
         offset += args.place_bytes
 
@@ -179,7 +186,7 @@ def kernel(args: Arguments, ranks: cutlass.Constexpr, threads: cutlass.Constexpr
 
 @cute.jit
 def wait_for_parts(
-    args: Arguments, address: Int64, time_limit: Int64, ranks: cutlass.Constexpr, threads: cutlass.Constexpr
+    args: Arguments, address: Int64, time_limit: Int64, ranks: cutlass.Constexpr, sender_bytes: cutlass.Constexpr
 ) -> cute.Tensor:
     """The words of all ranks' vectors at a place of this rank's mailbox, [4 * ranks]; EMPTY where the time is over."""
     arrived = cute.make_rmem_tensor((4 * ranks,), Uint32)
@@ -187,7 +194,7 @@ def wait_for_parts(
     while missing != 0:
         missing = Int32(0)
         for r in cutlass.range_constexpr(ranks):
-            words = poll(address + r * (threads * VECTOR_BYTES))
+            words = poll(address + r * sender_bytes)
             for w in cutlass.range_constexpr(4):
                 arrived[4 * r + w] = words[w]
         for r in cutlass.range_constexpr(ranks):
@@ -209,10 +216,10 @@ def wait_for_parts(
 # Host side
 
 
-def compile(arch: str, ranks: int, threads: int, dtype: torch.dtype) -> Callable[..., None]:
-    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, stream)."""
-    fp32 = dtype == torch.float32
-    return load_launcher("all_reduce", (ranks, threads, fp32), arch, launch, Arguments, ranks, threads, fp32, Int32)
+def compile(arch: str, ranks: int, most_threads: int, dtype: torch.dtype) -> Callable[..., None]:
+    """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, threads, stream)."""
+    config = ranks, most_threads, dtype == torch.float32
+    return load_launcher("all_reduce", config, arch, launch, Arguments, *config, Int32, Int32)
 
 
 def _arguments(part: Tensor, out: Tensor, vectors: int, mailboxes: Mailboxes) -> Arguments:
@@ -245,7 +252,7 @@ def _run(name: str, part: Tensor, mailboxes: Mailboxes) -> Tensor:
     launcher = compile(architecture(name, part.device), plan.ranks, plan.threads, part.dtype)
     if vectors:
         arguments = _arguments(part, out, vectors, mailboxes)
-        launcher(arguments, Int32(plan.ctas(vectors)), current_stream(part.device))
+        launcher(arguments, *map(Int32, plan.launch(vectors)), current_stream(part.device))
     return out
 
 
@@ -262,4 +269,4 @@ def sm100(part: Tensor, mailboxes: Mailboxes) -> Tensor:
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """The compile jobs of `all_reduce`: parts of the attention, and of the experts."""
     dtypes = {model.attention.dtype, torch.float32 if model.experts_sum_fp32 else model.attention.dtype}
-    return [partial(compile, arch, model.peer_sum_ranks, THREADS, dtype) for dtype in sorted(dtypes, key=str)]
+    return [partial(compile, arch, model.peer_sum_ranks, MOST_THREADS, dtype) for dtype in sorted(dtypes, key=str)]

@@ -49,7 +49,7 @@ def connect(
     ranks, rank = cpu_group.size(), cpu_group.rank()
     made = Plan.of(ranks, most_bytes, **plan)
     with torch.cuda.device(device):
-        own, handle, reason = _allocate(made.mailbox_bytes)
+        own, handle, reason = _allocate(made.mailbox_bytes, torch.cuda.current_device())
         offers = _gathered((_host(), handle, reason), cpu_group)
         addresses, reason = _mapped(offers, rank, own)
         reasons = [text for text in _gathered(reason, cpu_group) if text]
@@ -86,9 +86,10 @@ def try_out(mailboxes: Mailboxes, cpu_group: ProcessGroup, device: torch.device,
         raise CannotConnectError("; ".join(reasons))
 
 
-def _allocate(num_bytes: int) -> tuple[int, bytes, str]:
+def _allocate(num_bytes: int, device: int) -> tuple[int, bytes, str]:
     """(address of an empty mailbox, its handle, reason of a failure or "")."""
     try:
+        _checked(runtime.cudaSetDevice(device))  # these bindings have a runtime of their own beside PyTorch's
         address = int(_checked(runtime.cudaMalloc(num_bytes)))
         _checked(runtime.cudaMemset(address, 0xFF, num_bytes))
         return address, bytes(_checked(runtime.cudaIpcGetMemHandle(address)).reserved), ""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dsv4_kernels.all_reduce import all_reduce
 from dsv4_kernels.all_reduce.mailboxes import Mailboxes
+from dsv4_kernels.all_reduce.plan import VECTOR_BYTES
 from sglang_dsv4 import env
 from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.model_config.config import ConfigError
@@ -100,7 +101,8 @@ def total(part: Tensor) -> Tensor | None:
     Args:
         part: [T, d], this rank's; T is the same on all ranks.
     """
-    if _mailboxes is None or part.numel() * part.element_size() > _mailboxes.most_bytes:
+    num_bytes = part.numel() * part.element_size()
+    if _mailboxes is None or num_bytes > _mailboxes.most_bytes or num_bytes % VECTOR_BYTES:
         return None
     return all_reduce(part.contiguous(), _mailboxes)
 

@@ -1,4 +1,4 @@
-"""The choice of the data-parallel rank that gets a request: where most of its prompt is cached, unless others idle.
+"""The choice of the data-parallel rank of a request: where most of its prompt is cached, unless others have less to do.
 
 With `--dp-size` (replicas) or `--attn-dp-size` every rank has a prefix cache of its own, and SGLang hands requests to
 the ranks in turn: each turn of a conversation finds its prefix on one rank of several. Here a request goes to the rank
@@ -53,13 +53,13 @@ that is computed again delays all later requests of its rank and takes the place
 bursts of four lose 11 to 15 % of their hits over two ranks with weight 1, 3 to 4 % with 3, and 1 to 2 % with 4 (the
 simulation of `tests/sglang_dsv4/prefix/test_rank_choice.py`)."""
 FULL_CACHE_TOKENS = 2048
-"""Tokens that a rank with a full cache counts for more than one with an empty cache, the load being equal."""
+"""Tokens by which a rank with a full cache counts as busier than one with an empty cache, at equal load."""
 MOST_PAGES = 1 << 17
 """Most pages that are remembered of a rank, 33M tokens; some 300 bytes each."""
 REFRESH_S = 0.02
 """Shortest time between two readings of the snapshots."""
 ON_THE_WAY_S = 0.1
-"""A request is in a snapshot that is this much younger than the moment at which the request was handed out."""
+"""A snapshot includes a request if it was taken at least this long after the request was handed out."""
 
 
 @dataclass

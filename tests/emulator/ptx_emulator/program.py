@@ -128,6 +128,7 @@ class Launch:
     """One of several launches of a kernel that run side by side (`launch_together`)."""
 
     grid: Dims
+    block: Dims
     params: Sequence[bytes] | bytes
     gpu: int = 0
     dependent: bool = False
@@ -141,6 +142,7 @@ class _GridArguments(ctypes.Structure):
         ("device", ctypes.c_uint32),
         ("dependent", ctypes.c_uint32),
         ("size", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
         ("late", ctypes.c_uint32),
         ("params", ctypes.c_void_p),
         ("left_out_from", ctypes.c_uint64),
@@ -150,7 +152,6 @@ class _GridArguments(ctypes.Structure):
 
 class _LaunchArguments(ctypes.Structure):
     _fields_: ClassVar = [
-        ("block", ctypes.c_uint32 * 3),
         ("cluster", ctypes.c_uint32 * 3),
         ("schedule", ctypes.c_uint32),
         ("dynamic_smem", ctypes.c_uint64),
@@ -317,8 +318,7 @@ def launch(
     return launch_together(
         program,
         kernel,
-        [Launch(grid, params, dependent=dependent)],
-        block,
+        [Launch(grid, block, params, dependent=dependent)],
         cluster=cluster,
         dynamic_smem_bytes=dynamic_smem_bytes,
         memory=memory,
@@ -330,7 +330,6 @@ def launch_together(
     program: Program,
     kernel: str,
     launches: Sequence[Launch],
-    block: tuple[int, int, int],
     *,
     cluster: tuple[int, int, int] = (1, 1, 1),
     dynamic_smem_bytes: int = 0,
@@ -346,14 +345,14 @@ def launch_together(
     buffers = []
     grids = (_GridArguments * len(launches))()
     for g, one in zip(grids, launches, strict=True):
-        _check_shape(k, one.grid, block, cluster, dynamic_smem_bytes)
+        _check_shape(k, one.grid, one.block, cluster, dynamic_smem_bytes)
         data = _pack_params(k, one.params)
         # Tensor maps among the parameters are read in place and must be 64-byte aligned.
         buffers.append(ctypes.create_string_buffer(len(data) + 256))
         g.params = -(-ctypes.addressof(buffers[-1]) // 128) * 128
         ctypes.memmove(g.params, data, len(data))
         g.device, g.dependent, g.late = one.gpu, one.dependent, one.late
-        g.size[:] = one.grid
+        g.size[:], g.block[:] = one.grid, one.block
         g.left_out_from, g.left_out_to = _left_out(one.grid, cluster, options.ends)
 
     ranges = [*(memory.merged() if memory is not None else []), *program.global_ranges()]
@@ -361,7 +360,7 @@ def launch_together(
     range_array = (ctypes.c_uint64 * max(1, len(flat)))(*flat)
     name_array = (ctypes.c_char_p * max(1, len(ranges)))(*[r[2].encode() for r in ranges])
     a = _LaunchArguments()
-    a.block[:], a.cluster[:] = block, cluster
+    a.cluster[:] = cluster
     a.schedule, a.seed = SCHEDULES[options.schedule], options.seed
     a.dynamic_smem, a.max_instructions = dynamic_smem_bytes, options.max_instructions
     a.grids, a.grid_count, a.params_bytes = grids, len(launches), k.param_bytes
@@ -383,7 +382,7 @@ def launch_together(
     return make_report(
         k,
         launches[0].grid if len(launches) == 1 else (sum(math.prod(one.grid) for one in launches), 1, 1),
-        block,
+        launches[0].block,
         cluster,
         list(result.counters),
         [list(c) for c in counts],

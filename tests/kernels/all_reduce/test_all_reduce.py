@@ -26,12 +26,12 @@ from dsv4_kernels.reference.batch_invariant import sum_in_order
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
 
-THREADS = 64
+THREADS, FEWEST_THREADS = 64, 32
 DIM = 64
-"""8 vectors a row: 8 rows are a block of 64 threads."""
+"""8 vectors a row: 4 rows are a block of 32 threads, 8 rows one of 64."""
 CHANNELS = 2
 MOST_ROWS = 40
-"""5 blocks: one channel has three places, the other two."""
+"""5 blocks of 64 threads: one channel has three places, the other two."""
 SCHEDULES = ("eager", "late", "random")
 
 
@@ -39,7 +39,7 @@ SCHEDULES = ("eager", "late", "random")
 def group(kernel: str, ranks: int, schedule: str = "random", seed: int = 1) -> Iterator[Ranks]:
     from ptx_emulator import Checks, emulated
 
-    plan = Plan.of(ranks, MOST_ROWS * DIM * 2, THREADS, CHANNELS)
+    plan = Plan.of(ranks, MOST_ROWS * DIM * 2, THREADS, FEWEST_THREADS, CHANNELS)
     with emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule=schedule, seed=seed) as device:
         yield Ranks(device, plan, kernel)
     assert not [warning for report in device.reports for warning in report.warnings]
@@ -54,8 +54,8 @@ def check(calls: list[list[Tensor]], results: list[list[Tensor | None]]) -> None
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("kernel", "ranks"), [("sm90", 2), ("sm90", 3), ("sm100", 2)])
 def test_sums_of_changing_sizes(kernel: str, ranks: int, schedule: str) -> None:
-    """Every rank gets the bits of the definition, call after call: a row, a block, a vector more, all places of both
-    channels. Channels that a call does not use stay a buffer behind."""
+    """Every rank gets the bits of the definition, call after call: a row, a block of either size, a vector more, all
+    places of both channels. Channels that a call does not use stay a buffer behind."""
     calls = [parts_of((rows, DIM), ranks, seed) for seed, rows in enumerate((1, 9, MOST_ROWS, 8, 1, 1, 17, 33))]
     with group(kernel, ranks, schedule) as made:
         for _ in range(2):
@@ -109,7 +109,7 @@ def test_every_pattern_of_a_part_arrives() -> None:
 
 
 def test_an_absent_rank_is_named() -> None:
-    """The others return NaN for all that it did not send, and wait for it once only."""
+    """The other ranks return NaN for everything that the absent rank did not send, and wait for it once only."""
     calls = [parts_of((rows, DIM), 3, rows) for rows in (9, 3)]
     with group("sm90", 3) as made:
         check(calls, made.sums(calls))
@@ -121,7 +121,7 @@ def test_an_absent_rank_is_named() -> None:
 
 
 def test_a_failed_group_stays_failed() -> None:
-    """A rank that comes back finds that the others wait only a moment: nobody hangs, and nobody gets numbers."""
+    """A rank that comes back finds that the others wait only a moment: no rank hangs, and no rank gets numbers."""
     parts = parts_of((9, DIM), 2, 1)
     with group("sm90", 2) as made:
         made.sums([parts], absent=[1])
@@ -155,7 +155,7 @@ def test_what_is_refused() -> None:
             ValueError, match=f"a part of {rows * dim * 2} bytes; expected a multiple of 16 and at most"
         ):
             gpu.sm90(torch.zeros(rows, dim, dtype=torch.bfloat16), boxes)
-    for arguments in ((1, 16), (9, 16), (2, 0), (2, 16, 64, 0), (2, 16, 64, 129)):
+    for arguments in ((1, 16), (9, 16), (2, 0), (2, 16, 64, 64, 0), (2, 16, 64, 64, 129)):
         with pytest.raises(ValueError, match="expected 2 to 8 ranks"):
             Plan.of(*arguments)
     with pytest.raises(ValueError, match="need mailboxes of"):
@@ -169,11 +169,12 @@ def test_no_two_vectors_share_a_place(ranks: int, most_bytes: int) -> None:
     plan = Plan.of(ranks, most_bytes)
     assert plan.most_bytes >= most_bytes and plan.channels <= MOST_CHANNELS
     assert plan.mailbox_bytes == BUFFERS * plan.channels * plan.places * ranks * plan.threads * VECTOR_BYTES
-    blocks = plan.channels * plan.places
-    for used in {1, 2, plan.channels - 1, plan.channels, plan.channels + 1, blocks - 1, blocks} - {0}:
-        if used > blocks:
-            continue
-        ctas = plan.ctas(used * plan.threads)
-        places = {(block % ctas, block // ctas) for block in range(used)}
-        assert len(places) == used and ctas <= plan.channels
-        assert max(place for _, place in places) < plan.places
+    most = plan.most_bytes // VECTOR_BYTES
+    steps = {n * plan.channels * threads for threads in (1, 128, 256, 512) for n in range(1, plan.places + 1)}
+    for vectors in {min(most, max(1, step + more)) for step in steps for more in (-1, 0, 1)} | {most}:
+        ctas, threads = plan.launch(vectors)
+        assert plan.fewest_threads <= threads <= plan.threads and 1 <= ctas <= plan.channels
+        blocks = -(-vectors // threads)
+        places = {(block % ctas, block // ctas) for block in range(blocks)}
+        assert len(places) == blocks and max(place for _, place in places) < plan.places
+        assert blocks == ctas or threads == plan.threads  # more than one block a CTA only if all threads have work

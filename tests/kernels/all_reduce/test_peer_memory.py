@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cuda.bindings", reason="CUDA's bindings are not installed")
 
 from dsv4_kernels.all_reduce import gpu, peer_memory
-from dsv4_kernels.all_reduce.plan import THREADS
+from dsv4_kernels.all_reduce.plan import MOST_THREADS
 
 SUCCESS, FAILURE = (peer_memory.runtime.cudaError_t(code) for code in (0, 217))  # 217: peer access is not supported
 HANDLE = bytes(range(64))
@@ -37,7 +37,7 @@ class Runtime(SimpleNamespace):
                 made = peer_memory.runtime_of_cuda.cudaIpcMemHandle_t()
                 made.reserved = HANDLE
                 return SUCCESS, made
-            return (SUCCESS,) if name == "cudaMemset" else (SUCCESS, 4096 * len(self.calls))
+            return (SUCCESS,) if name in ("cudaMemset", "cudaSetDevice") else (SUCCESS, 4096 * len(self.calls))
 
         return call
 
@@ -51,13 +51,14 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_mailbox_is_empty_before_its_handle_is_given(runtime: Runtime) -> None:
-    assert peer_memory._allocate(8192) == (4096, HANDLE, "")
-    assert runtime.calls == [("cudaMalloc", 8192), ("cudaMemset", 4096, 255, 8192), ("cudaIpcGetMemHandle", 4096)]
+    assert peer_memory._allocate(8192, 3) == (8192, HANDLE, "")
+    allocated = ("cudaMalloc", 8192), ("cudaMemset", 8192, 255, 8192), ("cudaIpcGetMemHandle", 8192)
+    assert runtime.calls == [("cudaSetDevice", 3), *allocated]
 
 
-@pytest.mark.parametrize("runtime", ["cudaMalloc", "cudaMemset", "cudaIpcGetMemHandle"], indirect=True)
+@pytest.mark.parametrize("runtime", ["cudaSetDevice", "cudaMalloc", "cudaMemset", "cudaIpcGetMemHandle"], indirect=True)
 def test_no_memory_to_share(runtime: Runtime) -> None:
-    assert peer_memory._allocate(8192) == (0, b"", "cudaErrorPeerAccessUnsupported (217)")
+    assert peer_memory._allocate(8192, 3) == (0, b"", "cudaErrorPeerAccessUnsupported (217)")
 
 
 def test_the_memory_of_all_others_is_mapped_in_the_order_of_the_ranks(runtime: Runtime) -> None:
@@ -83,4 +84,4 @@ def test_what_is_compiled_ahead(fp32: bool) -> None:
     model = SimpleNamespace(attention=attention, experts_sum_fp32=fp32, peer_sum_ranks=4)
     jobs = gpu.compile_jobs(model, "sm_90a")
     dtypes = [torch.bfloat16, torch.float32] if fp32 else [torch.bfloat16]
-    assert [job.args for job in jobs] == [("sm_90a", 4, THREADS, dtype) for dtype in dtypes]
+    assert [job.args for job in jobs] == [("sm_90a", 4, MOST_THREADS, dtype) for dtype in dtypes]

@@ -125,7 +125,7 @@ def test_another_word_is_refused(set_up: Callable[..., list[str]]) -> None:
 
 @pytest.mark.parametrize("under_flag", [False, True])
 def test_small_parts_go_through_the_mailboxes(under_flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without the flag; larger ones as without them."""
+    """Small parts use the mailboxes with the flag and without it; larger parts are summed as without mailboxes."""
 
     def summed(part: Tensor, boxes: Mailboxes) -> Tensor:
         assert part.is_contiguous() and boxes is peer_sums._mailboxes
@@ -143,9 +143,10 @@ def test_small_parts_go_through_the_mailboxes(under_flag: bool, monkeypatch: pyt
             (mailboxes(4096), 1, 10),
             (mailboxes(4096), 16, 10),
             (mailboxes(4096), 17, by_sglang),
+            (mailboxes(4096), -1, by_sglang),
         ):
             monkeypatch.setattr(peer_sums, "_mailboxes", boxes)
-            part = torch.ones(64, rows).T  # 256 bytes a row
+            part = torch.ones(64 if rows > 0 else 63, abs(rows)).T  # 256 bytes a row, or no multiple of 16
             assert torch.equal(rank_sum.sum_over_ranks(part, ALL_ROWS), part * factor), rows
     finally:
         registry.require_batch_invariance(False)

@@ -43,7 +43,7 @@ def choice() -> RankChoice:
 
 
 def test_turns_of_a_conversation_stay_on_their_rank(choice: RankChoice) -> None:
-    """Also with requests of others between them, which go where less is cached."""
+    """Requests of others come between them, and go where less is cached."""
     conversations, ranks = [prompt(10_000 * i, 700) for i in range(8)], []
     for turn in range(4):
         idle(choice, 1.0 + turn)
@@ -69,7 +69,7 @@ def test_a_prefix_of_all_requests_reaches_every_rank(choice: RankChoice) -> None
 
 
 def test_a_shared_beginning_does_not_draw_all_conversations(choice: RankChoice) -> None:
-    """On idle ranks, whose caches fill up."""
+    """The ranks are idle, and their caches fill up."""
     shared, ranks = prompt(0, 4 * PAGE_TOKENS), []
     for i in range(1, 41):
         idle(choice, float(i), capacity=100 * PAGE_TOKENS)

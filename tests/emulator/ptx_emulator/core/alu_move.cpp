@@ -67,11 +67,11 @@ HANDLER("mov.special", Plain) {
     i64 which = in.aux[0];
     u64 v = 0;
     switch (which) {
-      case 0: v = t % m.block[0]; break;
-      case 1: v = t / m.block[0] % m.block[1]; break;
-      case 2: v = t / (m.block[0] * m.block[1]); break;
+      case 0: v = t % grid.block[0]; break;
+      case 1: v = t / grid.block[0] % grid.block[1]; break;
+      case 2: v = t / (grid.block[0] * grid.block[1]); break;
       case 3: case 4: case 5: v = c.id[which - 3]; break;
-      case 6: case 7: case 8: v = m.block[which - 6]; break;
+      case 6: case 7: case 8: v = grid.block[which - 6]; break;
       case 9: case 10: case 11: v = grid.size[which - 9]; break;
       case 12: v = (u64)i; break;
       case 13: v = w.index; break;
@@ -91,7 +91,7 @@ HANDLER("mov.special", Plain) {
       case 35: v = 1u << i; break;                                      // %lanemask_eq
       case 36: v = ~((1u << i) - 1); break;                             // %lanemask_ge
       case 37: v = ~(((1u << i) - 1) | 1u << i); break;                 // %lanemask_gt
-      case 38: v = (m.block[0] * m.block[1] * m.block[2] + 31) / 32; break;  // %nwarpid
+      case 38: v = (grid.threads() + 31) / 32; break;  // %nwarpid
       case 39: v = m.cluster_shape[0] * m.cluster_shape[1] * m.cluster_shape[2] > 1; break;  // %is_explicit_cluster
       case 40: v = kReservedSmem; break;                                // %reserved_smem_offset_begin/_cap/...
       case 41: v = 0; break;

@@ -58,13 +58,13 @@ void emu_program_free(void *p) { delete static_cast<Program *>(p); }
 
 struct GridArguments {
   u32 device, dependent;
-  u32 size[3];
+  u32 size[3], block[3];
   u32 late;  // its GPU starts nothing while anything else can run
   const u8 *params;
   u64 left_out_from, left_out_to;
 };
 struct LaunchArguments {
-  u32 block[3], cluster[3];
+  u32 cluster[3];
   u32 schedule;
   u64 dynamic_smem, seed, max_instructions;
   const GridArguments *grids;  // of a GPU in the order of its stream
@@ -90,7 +90,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   machine = Machine();
   Machine &m = machine;
   m.program = static_cast<const Program *>(program);
-  for (int k = 0; k < 3; k++) m.block[k] = a->block[k], m.cluster_shape[k] = a->cluster[k];
+  for (int k = 0; k < 3; k++) m.cluster_shape[k] = a->cluster[k];
   m.dynamic_smem = a->dynamic_smem;
   m.schedule = (Schedule)a->schedule;
   m.random_state = a->seed * 0x9e3779b97f4a7c15ull + 0x1234567;
@@ -107,7 +107,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
     grid.params = g.params;
     grid.first_sequence = (u32)clusters;
     grid.clusters = 1;
-    for (int d = 0; d < 3; d++) grid.size[d] = g.size[d], grid.clusters *= g.size[d] / a->cluster[d];
+    for (int d = 0; d < 3; d++) grid.size[d] = g.size[d], grid.block[d] = g.block[d], grid.clusters *= g.size[d] / a->cluster[d];
     grid.left_out_from = g.left_out_from;
     grid.left_out_to = g.left_out_to;
     if (!grid.left_out_from) grid.started = grid.left_out_to;

@@ -44,7 +44,7 @@ static Step named_barrier(Warp &w, const Instruction &in, u32 lanes, u32 vote) {
   bool part = in.aux[2] && lanes != everyone;
   if (lanes != everyone && !part) return Step::NeedConvergence;
   bool all = in.op[1] == kNone;
-  u32 threads = machine.block[0] * machine.block[1] * machine.block[2];
+  u32 threads = w.cta->cluster->grid->threads();
   u32 expected = all ? (threads + 31) / 32 * 32 : uniform<u32>(w, in.op[1], lanes);
   if (expected == 0 || expected % kLanes || expected > (threads + 31) / 32 * 32)
     fail(ErrorKind::Barrier, &w, &in, "barrier %u: thread count %u is not a multiple of 32 within the block of %u", id,

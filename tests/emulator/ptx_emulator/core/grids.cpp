@@ -40,13 +40,14 @@ class Clusters {
  public:
   void start_one(Gpu &gpu) {
     std::unique_ptr<Cluster> c;
-    if (idle_.empty()) {
-      c = new_cluster();
-    } else {
-      c = std::move(idle_.back());
-      idle_.pop_back();
-    }
     Grid &grid = current_grid(gpu);
+    auto &idle = idle_[grid.threads()];
+    if (idle.empty()) {
+      c = new_cluster(grid.threads());
+    } else {
+      c = std::move(idle.back());
+      idle.pop_back();
+    }
     start(*c, grid, grid.next_cluster());
     gpu.resident++;
     machine.active.push_back(std::move(c));
@@ -58,7 +59,7 @@ class Clusters {
     for (auto &cta : c.ctas) race::cta_ends(*cta);
     Gpu &gpu = machine.gpus[c.grid->device];
     if (machine.track_order && machine.grids.size() > 1) race::grid_knows(c, knows_[c.grid->device]);
-    idle_.push_back(std::move(machine.active[k]));
+    idle_[c.grid->threads()].push_back(std::move(machine.active[k]));
     machine.active.erase(machine.active.begin() + (long)k);
     if (--gpu.resident || current_grid(gpu).started < current_grid(gpu).clusters) return;
     for (auto &[cluster, clock] : knows_[current_grid(gpu).device]) gpu.known[cluster].join(clock);
@@ -66,7 +67,7 @@ class Clusters {
   }
 
  private:
-  std::vector<std::unique_ptr<Cluster>> idle_;
+  std::map<u32, std::vector<std::unique_ptr<Cluster>>> idle_;  // by threads of a CTA
   std::map<u32, std::map<u32, Clock>> knows_;  // by GPU: the events that completed clusters know
 };
 

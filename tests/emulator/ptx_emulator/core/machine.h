@@ -295,12 +295,13 @@ struct GlobalRange {
 // One launch of the program.
 struct Grid {
   u32 device = 0;
-  u32 size[3] = {1, 1, 1};
+  u32 size[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   const u8 *params = nullptr;
   bool dependent = false;                      // launched with programmatic stream serialization
   u32 first_sequence = 0;                      // sequence number of its first cluster
   u64 clusters = 0, started = 0;               // x fastest; started, or canceled by clusterlaunchcontrol for a running cluster
   u64 left_out_from = ~0ull, left_out_to = 0;  // clusters [from, to) never start
+  u32 threads() const { return block[0] * block[1] * block[2]; }
   // Counts the next cluster as started, and returns its number.
   u64 next_cluster() {
     u64 number = started++;
@@ -343,7 +344,7 @@ struct Counters {
 
 struct Machine {
   const Program *program = nullptr;
-  u32 block[3], cluster_shape[3];
+  u32 cluster_shape[3];
   std::vector<Grid> grids;
   std::vector<Gpu> gpus;
   u64 dynamic_smem = 0;

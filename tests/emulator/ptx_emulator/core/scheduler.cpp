@@ -228,9 +228,9 @@ Cta::Cta() = default;
 Cta::~Cta() = default;
 Cta::Cta(Cta &&) noexcept = default;
 
-std::unique_ptr<Cluster> new_cluster() {
+std::unique_ptr<Cluster> new_cluster(u32 threads) {
   const Machine &m = machine;
-  u32 threads = m.block[0] * m.block[1] * m.block[2], warps = (threads + kLanes - 1) / kLanes;
+  u32 warps = (threads + kLanes - 1) / kLanes;
   u32 size = m.cluster_shape[0] * m.cluster_shape[1] * m.cluster_shape[2];
   auto c = std::make_unique<Cluster>();
   for (u32 r = 0; r < size; r++) {
@@ -264,7 +264,7 @@ Warp::~Warp() { std::free(base[0]); }
 
 void start(Cluster &c, Grid &grid, u64 number) {
   const Machine &m = machine;
-  u32 threads = m.block[0] * m.block[1] * m.block[2], rank = 0;
+  u32 threads = grid.threads(), rank = 0;
   u32 first[3];
   grid.first_cta(number, first);
   c.grid = &grid;

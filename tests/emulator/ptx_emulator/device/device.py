@@ -91,7 +91,7 @@ class Device:
         """
         self.dependent_launches += dependent
         if self._together is not None:
-            self._together.note(ptx, kernel, (block, cluster, dynamic_smem_bytes), grid, params, dependent)
+            self._together.note((ptx, kernel, cluster, dynamic_smem_bytes), grid, block, params, dependent)
             return None
         with self.memory.on_device():
             recording = None
@@ -125,7 +125,7 @@ class Device:
     def several_gpus(self, late: Sequence[int] = ()) -> Iterator[Callable[[int], None]]:
         """Runs the launches of a block together, at its end; yields a function that chooses the GPU of later launches.
 
-        All are launches of one kernel with one block size. Those of a GPU run one after the other, those of different
+        All are launches of one kernel. Those of a GPU run one after the other, those of different
         GPUs side by side. The GPUs share the device's memory, as peers that have mapped each other's.
 
         late: GPUs that start nothing while any other GPU can do anything but wait.
@@ -139,14 +139,13 @@ class Device:
             self._together = None
         if not together.launches:
             return
-        ptx, kernel, (block, cluster, dynamic_smem_bytes) = together.program
+        ptx, kernel, cluster, dynamic_smem_bytes = together.program
         with self.memory.on_device():
             start = time.process_time()
             report = launch_together(
                 program_of(ptx),
                 kernel,
                 together.launches,
-                block,
                 cluster=cluster,
                 dynamic_smem_bytes=dynamic_smem_bytes,
                 memory=memory_map_of(self.memory),
@@ -206,12 +205,11 @@ class _Together:
     def choose(self, gpu: int) -> None:
         self._gpu = gpu
 
-    def note(self, ptx: str, kernel: str, shape: tuple, grid: Dim3, params: list[bytes], dependent: bool) -> None:
-        program = ptx, kernel, shape
+    def note(self, program: tuple, grid: Dim3, block: Dim3, params: list[bytes], dependent: bool) -> None:
         if self.program not in (None, program):
-            raise ValueError(f"several GPUs run one kernel with one block size together; got {kernel} with {shape}")
+            raise ValueError(f"several GPUs run one kernel together; got {program[1:]} after {self.program[1:]}")
         self.program = program
-        self.launches.append(Launch(grid, params, self._gpu, dependent, self._gpu in self._late))
+        self.launches.append(Launch(grid, block, params, self._gpu, dependent, self._gpu in self._late))
 
 
 def _dim3(value: int | Sequence[int]) -> Dim3:
