@@ -57,7 +57,7 @@ def answers_of_ranks(checkpoint: Path, ranks: int, ep_size: int, groups: int) ->
     ],
 )
 def test_ranks_answer_as_one(checkpoint: Path, ranks: int, ep_size: int, groups: int) -> None:
-    """Also in groups with requests of their own, of one rank and of two."""
+    """With all ranks in one group, and in groups of one rank and of two with requests of their own."""
     answers = answers_of_ranks(checkpoint, ranks, ep_size, groups)
     harness = Harness(checkpoint, max_total_tokens=2048, max_requests=2)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
