@@ -4,7 +4,7 @@
         [--sessions 16] [--turns 14] [--styles system user] [--contenders builtin ours] [--resume] \\
         [--builtin-flags "--moe-runner-backend marlin"] [-- further server flags]
 
-FOLDER holds `april`, six layers of V4-Flash (`bench_speculation.py` writes config and tokenizer if they are missing);
+FOLDER holds `april`, six layers of V4-Flash (config and tokenizer are written there if they are missing);
 weights are --load-format dummy. The servers get the same bytes of KV memory, --kv-gib, less than all sessions need. In
 each round every session sends its next request, --at-once at a time; `lib/agent_sessions.py` lists the kinds
 of requests. All answers of the conversations are given, so both servers get the same requests. Two styles, each
@@ -37,18 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from bench_speculation import write_models
-from lib import agent_sessions, serve_load
-from lib.agent_sessions import KINDS, STYLES, Request
+from lib import serve_load
+from lib.agent_sessions import ALL, KINDS, NEW_TOKENS, SEED, STYLES, Load, Request
 from lib.equal_memory import builtin_tokens, tokens_that_fit
+from lib.model_shapes import write_models
 from lib.servers import CONTENDERS, Server, running
 from lib.versions import versions
 
-ALL = "all"
 LIMIT = "--max-total-tokens"
-PROGRAMS = 2
-NEW_TOKENS = 16
-SEED, WARM_UP_SEED = 71, 1071
+WARM_UP_SEED = 1071
 WARM_UP_SESSIONS = 3
 DUMMY_FLAGS = (
     *("--load-format", "dummy", "--mem-fraction-static", "0.7", "--random-seed", "1"),
@@ -66,24 +63,6 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     ttft_s: float
-
-
-@dataclass(frozen=True)
-class Load:
-    """The sessions of a run."""
-
-    sessions: int
-    turns: int
-    at_once: int
-    scale: float = 1.0
-
-    def requests(self, style: str, seed: int, sessions: int | None = None) -> list[Iterator[Request]]:
-        """Return each session's requests; the programs have the same number of sessions."""
-        programs = [agent_sessions.program(i, seed, self.scale) for i in range(PROGRAMS)]
-        return [
-            agent_sessions.session(programs[i % PROGRAMS], i, seed, self.turns, style, self.scale)
-            for i in range(self.sessions if sessions is None else sessions)
-        ]
 
 
 async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> Reply:
