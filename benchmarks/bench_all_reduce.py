@@ -28,7 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lib.measuring import gpu_state, versions
+from lib.measuring import gpu_state
+from lib.versions import versions
 from torch import Tensor, distributed
 
 from dsv4_kernels.all_reduce import all_reduce, peer_memory

@@ -71,7 +71,7 @@ class ModelShapes:
     quantises_inputs: bool
     """Whether the kernels before an FP8 product also write its quantised input."""
     fewest_own_rows: int
-    """Rows of the smallest forward whose rows are sharded over the ranks, on one rank; 0 where rows are not sharded."""
+    """Rows of the smallest forward whose rows are gathered from the ranks, on one rank; 0 where none are gathered."""
     entry_dims: tuple[tuple[int, tuple[int, ...]], ...]
     """(compression ratio, channels of an entry and, where the layer has an indexer, of an indexer key)."""
     index_heads: int

@@ -1,4 +1,4 @@
-"""Which ranks of a server have which prefixes, as far as the requests that each rank was given tell."""
+"""An index of the prefixes that each rank of a server probably caches, made of the requests that it was given."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class RankIndex:
     def costs(self, digests: Sequence[bytes]) -> list[float]:
         """The tokens of a prompt's whole pages that each rank would compute, by rank.
 
-        A page that many different prompts continue, as of a system prompt, counts for its share of one of them: if a
-        rank computes it, later prompts find it there.
+        A page that n different prompts continue (of a system prompt, for example) counts for 1 / n: once a rank has
+        computed the page, later prompts find it there.
         """
         known = [self._pages.get(digest) for digest in digests]
         costs, share, missing = [0.0] * len(self._of_rank), 1, [0.0] * (len(digests) + 1)

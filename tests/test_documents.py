@@ -27,7 +27,7 @@ RESULT = re.compile(r"\b(?:benchmarks/)?results/(\w+\.(?:json|png))|`(\w+\.json)
 SWITCH = re.compile(r"\b(?:SGLANG_DSV4|DSV4)(?:_[A-Z0-9]+)*\b")
 PACKAGES = ("sglang_dsv4", "kernels", "radix_cache")
 NO_RESULTS = {"config.json", "tokenizer.json", "b200.json"}  # files of a checkpoint; of a reader's own run
-QUESTIONS = 25
+QUESTIONS = 27
 OPENINGS = "Of What Where As It Its They Their Also And Or Otherwise".split()  # of docstrings, refused
 
 
@@ -246,5 +246,18 @@ def test_docstrings_say_first_what_is_returned() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         for text in docstrings(node)
         if text.partition(" ")[0] in OPENINGS
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_hangs_on_the_radix_tree_is_a_tail() -> None:
+    """A checkpoint is a model's weights; tails had that name once."""
+    wrong = re.compile(r"(tail|prefix|state)s?[- _]checkpoint|checkpoints?[- _](slots?|tails?)\b", re.IGNORECASE)
+    found = [
+        f"{name_of(path)}: {match[0]}"
+        for pattern in ("*.py", "*.md")
+        for path in tracked(pattern)
+        if path != Path(__file__)
+        for match in wrong.finditer(path.read_text())
     ]
     assert not found, "\n".join(found)

@@ -10,8 +10,9 @@ LOCK_SECONDS. A process that adds a kernel deletes kernels that no process has l
 versions. Only files whose names begin with PREFIX are deleted.
 
 `DSV4_KERNEL_CACHE` names the folder; `off` keeps compiled kernels in memory only. The default is
-`~/.cache/sglang-dsv4/kernels` (under `XDG_CACHE_HOME` if that is set). Anyone who can write to the folder can run code
-in this process.
+`~/.cache/sglang-dsv4/kernels` (under `XDG_CACHE_HOME` if that is set). Kernels that are missing in a folder that takes
+no files go to a temporary folder of the user (`compile_pool.fill` decides that before a server is ready). Anyone who
+can write to the folder can run code in this process.
 
 Compiling, exporting and loading need no GPU; calling does.
 """
@@ -27,7 +28,9 @@ import logging
 import os
 import platform
 import secrets
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -55,6 +58,8 @@ _SYMBOL = "dsv4_kernel"
 
 _in_memory: dict[tuple[str, Hashable, str], Any] = {}
 _may_compile = True
+_instead: Path | None = None
+"""The folder in place of the chosen one, which takes no files."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,32 @@ def origins() -> tuple[Origin, ...]:
 
 def folder() -> Path | None:
     """The folder of stored objects, or None if kernels are kept in memory only."""
+    if _instead is not None:
+        return _instead
     chosen = KERNEL_CACHE.text()
     if chosen is not None and chosen.lower() == "off":
         return None
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dsv4" / "kernels"
+
+
+def use_temporary_folder() -> Path | None:
+    """The user's folder for temporary kernels, which takes the place of `folder` in this process from now on.
+
+    None if there is none: another user could have made a folder of that name, and code in it would run here.
+    """
+    global _instead
+    path = Path(tempfile.gettempdir()) / f"sglang-dsv4-kernels-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        return None
+    _instead = path
+    return path
 
 
 @contextlib.contextmanager
@@ -157,7 +182,7 @@ def _from_disk_or_compiler(name: str, config: str, arch: str, compile: Callable[
 def _from_disk(name: str, config: str, arch: str) -> Callable[..., Any] | None:
     """The stored function, or None. It needs no lock: files are replaced in one step, and an object whose hash differs
     counts as missing."""
-    return _loaded_from(_Stored.at(folder(), name, config, arch), name, config, arch)
+    return _loaded_from(_Stored.named(folder(), name, config, arch), name, config, arch)
 
 
 def _loaded_from(stored: _Stored | None, name: str, config: str, arch: str) -> Callable[..., Any] | None:
@@ -187,6 +212,13 @@ class _Stored:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             _warn_once(f"compiled kernels are not kept: {error} ({FOLDER_VARIABLE} names another folder)")
+            return None
+        return _Stored.named(folder, name, config, arch)
+
+    @staticmethod
+    def named(folder: Path | None, name: str, config: str, arch: str) -> _Stored | None:
+        """The files for a configuration in a folder that may not exist; None without a folder."""
+        if folder is None:
             return None
         facts = {"config": config, "arch": arch, "environment": _environment(arch)}
         key = hashlib.sha256(json.dumps([facts, _source_hash()]).encode()).hexdigest()
@@ -219,7 +251,7 @@ class _Stored:
         """The function, or None if it must be compiled."""
         try:
             facts, contents = json.loads(self.object.with_suffix(".json").read_text()), self.object.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             return self._unusable(error)

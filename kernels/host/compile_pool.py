@@ -8,8 +8,8 @@ some fifty kernels. Workers compile the kernels that are not on disk, and the ca
     others    (ranks of tensor parallelism, another server) wait for the lock, and find every kernel on disk
 
 Nothing depends on the pool: the caller itself compiles the kernels that are still missing after `fill`, for whatever
-reason. A worker that dies, hangs or fails costs a warning and its kernel. If the folder cannot be written, no worker is
-started, since results could not be handed over.
+reason. A worker that dies, hangs or fails costs a warning and its kernel. If the folder takes no files, a temporary
+folder of the user takes its place.
 """
 
 from __future__ import annotations
@@ -70,8 +70,13 @@ def fill(todo: Sequence[tuple[str, Compile]], arch: str, progress: Progress, wor
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        logger.warning("kernels are compiled one after the other and not kept: %s takes no files (%s)", folder, error)
-        return 0
+        instead = compile_cache.use_temporary_folder()
+        kept = "compiled one after the other and not kept" if instead is None else f"kept in {instead} for now"
+        name = compile_cache.FOLDER_VARIABLE
+        logger.warning("kernels are %s: %s takes no files (%s). %s names another folder", kept, folder, error, name)
+        if instead is None:
+            return 0
+        folder, rest = instead, missing(rest)
     with _alone(folder):
         rest = missing(rest)
         number = min(workers or most_workers(), len(rest))
@@ -219,6 +224,7 @@ class _Worker:
     def __init__(self, arch: str) -> None:
         program = f"import sys; sys.path[:] = {sys.path!r}; from dsv4_kernels.host.compile_pool import work; work()"
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", compile_cache.ARCH_VARIABLE: arch, "OMP_NUM_THREADS": "1"}
+        env[compile_cache.FOLDER_VARIABLE] = str(compile_cache.folder())
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
         )

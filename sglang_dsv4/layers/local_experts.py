@@ -7,7 +7,7 @@ from sglang.srt.utils import set_weight_attrs
 from torch import Tensor, nn
 
 from sglang_dsv4.model_config.config import Config
-from sglang_dsv4.weights.host_part import Part
+from sglang_dsv4.weights.updates.host_part import Part
 
 
 class LocalExperts(nn.Module):

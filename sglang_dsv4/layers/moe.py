@@ -25,7 +25,7 @@ from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.layers.side_stream import side_by_side
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
-from sglang_dsv4.weights.host_part import HostPart
+from sglang_dsv4.weights.updates.host_part import HostPart
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

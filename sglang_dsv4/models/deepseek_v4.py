@@ -26,8 +26,8 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
-from sglang_dsv4.weights.staging import WeightUpdate, load_weights
 from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
+from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -195,7 +195,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         ConfigError: a value in the config or a server option can't be served.
 
     Attributes:
-        weight_update: the update that is open, see `weights.staging`.
+        weight_update: the update that is open, see `weights.updates.staging`.
         weights_are_lost: whether the memory of the weights was released and has no values now.
     """
 

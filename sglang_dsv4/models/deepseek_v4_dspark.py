@@ -31,8 +31,8 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 from sglang_dsv4.models.deepseek_v4 import Block, check_server_options
-from sglang_dsv4.weights.staging import WeightUpdate, load_weights
 from sglang_dsv4.weights.tensor_table import TensorTable, dspark_tensors
+from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig

@@ -1,7 +1,7 @@
 """The token at which a prompt leaves the stored prompts: exact, where a match of the tree ends at whole pages.
 
-The answer is for people who look for the reason of a miss, once a request. It is found below the node at which the
-request's match ended: the tree is not walked again.
+The token is looked up once a request, for people who look for the reason of a miss. The search begins at the node at
+which the request's match ended: the tree is not walked again.
 """
 
 from __future__ import annotations

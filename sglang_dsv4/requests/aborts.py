@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ENTRY = re.compile(r"_\d+")
 """SGLang appends it to a batch's id for the ids of its entries."""
 HIDDEN = "\0"
-"""Begins the id of a request while an abort that does not mean it is handled."""
+"""Prefix of a request's id while SGLang handles the abort of another request."""
 
 
 def end_the_request(original: Callable[[Scheduler, AbortReq], None], scheduler: Scheduler, abort: AbortReq) -> None:

@@ -44,7 +44,8 @@ _RECIPE = f"{_OPENAI}.serving_deepseek_recipe.DeepSeekRecipeChatEncodingAdapter"
 _RECIPE_OUTPUT = "sglang.srt.parser.deepseek_recipe_output.DeepSeekRecipeOutputParser"
 _DRAFT_CHAIN = "sglang_dsv4.attention.draft_chain"
 _CPU = "sglang_dsv4.cpu"
-_ROUTES = "sglang_dsv4.weights.routes"
+_UPDATE = "sglang_dsv4.weights.updates"
+_ROUTES = f"{_UPDATE}.routes"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -298,12 +299,11 @@ HOOKS = (
          Process.SCHEDULER, f"{_REFUSED}.grammars:refuse_slow_grammars",
          "a grammar that is compiled for too long gets a 400 that names the limit", _COMPILES),
     Hook(f"{_RUNNER}.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk", Kind.AROUND,
-         Process.SCHEDULER, f"{_REFUSED}.guards:keep_weights",
+         Process.SCHEDULER, f"{_UPDATE}.old_files:keep_weights",
          "new weights that can't be loaded leave the old ones in service",
          "SGLang reloads the old weights when an update fails"),
     *(
-        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"sglang_dsv4.weights.session:{function}", why,
-             _UPDATES)
+        Hook(f"{_WEIGHTS}.{method}", Kind.AROUND, Process.SCHEDULER, f"{_UPDATE}.session:{function}", why, _UPDATES)
         for method, function, why in (
             ("begin_weight_update", "begin", "tensors are kept in host memory until the update ends"),
             ("update_weights_from_tensor", "from_tensors", "a bucket is checked; the weights that serve stay"),
@@ -314,7 +314,7 @@ HOOKS = (
         )
     ),
     Hook(f"{_WEIGHTS}.release_memory_occupation", Kind.AFTER, Process.SCHEDULER,
-         "sglang_dsv4.weights.session:note_lost_weights",
+         f"{_UPDATE}.session:note_lost_weights",
          "weights whose memory was released without a copy must come whole", _UPDATES),
     Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", Kind.AROUND, Process.SCHEDULER,
          f"{_ALL_GROUPS}:flush", "all groups of attention data parallelism are flushed, or none", _GROUPS_DIFFER),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from typing import Any
 from sglang_dsv4 import env
 from sglang_dsv4.seam.hook_kinds import NAME, Hook, Kind
 from sglang_dsv4.seam.hooks import HOOKS
+
+logger = logging.getLogger(__name__)
 
 _installed: list[Hook] = []
 
@@ -33,13 +37,22 @@ def install(hook: Hook) -> None:
     """Install a row of a kind that is installed when the plugin is loaded, unless it is installed.
 
     A prefix cache that is made without the plugin installs its row itself, and the plugin may be loaded afterwards.
+    A row is left out, with a line in the log, if SGLang's module needs a package that is missing: SGLang does without
+    that module, too (/v1/responses needs openai-harmony, for example).
 
     Raises:
         ImportError, AttributeError: SGLang has no such target. (SGLang's hook registry would only log that.)
     """
-    if hook not in _installed:
+    if hook in _installed:
+        return
+    try:
         _INSTALLERS[hook.kind](hook)
-        _installed.append(hook)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] in ("sglang", "sglang_dsv4"):
+            raise
+        logger.warning("%s is not hooked: its module needs the package %s, which is missing", hook.target, missing.name)
+        return
+    _installed.append(hook)
 
 
 def _lazily(hook: Hook) -> Callable[..., Any]:
@@ -56,10 +69,32 @@ def _lazily(hook: Hook) -> Callable[..., Any]:
     return call
 
 
+def _target(name: str) -> Any:
+    """The object of SGLang that a row names.
+
+    Raises:
+        AttributeError: SGLang has no such object.
+        ImportError: the import of its module failed. (`pkgutil.resolve_name` alone would raise AttributeError.)
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except AttributeError:
+        parts = name.split(".")
+        for end in range(2, len(parts)):
+            module = ".".join(parts[:end])
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as missing:
+                if missing.name != module:
+                    raise
+                break  # the rest are attributes
+        raise
+
+
 def _in_hook_registry(hook: Hook) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    pkgutil.resolve_name(hook.target)
+    _target(hook.target)
     HookRegistry.register(hook.target, _lazily(hook), HookType[hook.kind.name])
 
 
@@ -70,19 +105,19 @@ def _as_resolution_step(hook: Hook) -> None:
 
 
 def _in_registry(hook: Hook) -> None:
-    pkgutil.resolve_name(hook.target)(NAME, _lazily(hook))
+    _target(hook.target)(NAME, _lazily(hook))
 
 
 def _by_decorator(hook: Hook) -> None:
-    pkgutil.resolve_name(hook.target)(NAME)(_lazily(hook))
+    _target(hook.target)(NAME)(_lazily(hook))
 
 
 def _by_name(hook: Hook) -> None:
-    pkgutil.resolve_name(hook.target)(NAME)
+    _target(hook.target)(NAME)
 
 
 def _as_choice(hook: Hook) -> None:
-    pkgutil.resolve_name(hook.target)([NAME])
+    _target(hook.target)([NAME])
 
 
 def _in_environment(hook: Hook) -> None:

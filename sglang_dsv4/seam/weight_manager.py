@@ -1,4 +1,4 @@
-"""Private methods and attributes of SGLang's manager and loader of weights that `weights.session` uses."""
+"""Private methods and attributes of SGLang's manager and loader of weights that `weights.updates.session` uses."""
 
 from __future__ import annotations
 

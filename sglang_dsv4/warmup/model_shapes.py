@@ -10,7 +10,14 @@ from sglang_dsv4.attention.implementation import attention_shapes
 from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.determinism import flag
-from sglang_dsv4.layers import fp8_linear, grouped_projection, packed_experts, peer_sums, sequence_parallel
+from sglang_dsv4.layers import (
+    data_parallel,
+    fp8_linear,
+    grouped_projection,
+    packed_experts,
+    peer_sums,
+    sequence_parallel,
+)
 from sglang_dsv4.layers.linear import quantises_once_on
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO
@@ -41,9 +48,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         # A draft also norms the rows that it gets from the target.
         norm_dims=(config.q_lora_rank, config.hidden_size) if is_draft else (config.q_lora_rank,),
         quantises_inputs=quantises,
-        fewest_own_rows=(
-            sequence_parallel.FEWEST_TOKENS // get_parallel().tp_size if sequence_parallel.may_be() else 0
-        ),
+        fewest_own_rows=_fewest_own_rows(),
         entry_dims=tuple(
             (ratio, entry_and_key if ratio == CSA_RATIO else entry_and_key[:1]) for ratio in geometry.compressed
         ),
@@ -60,6 +65,12 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
         peer_sum_ranks=peer_sums.ranks(),
     )
+
+
+def _fewest_own_rows() -> int:
+    if data_parallel.is_on():  # before the experts every forward's rows are gathered
+        return 1
+    return sequence_parallel.FEWEST_TOKENS // get_parallel().tp_size if sequence_parallel.may_be() else 0
 
 
 def _step_mappings(config: Config, geometry: PoolGeometry, is_draft: bool) -> tuple:

@@ -1,6 +1,6 @@
 """Load a checkpoint into a model: every tensor of a `tensor_table`, one at a time.
 
-A weight update (`weights.staging`) uses the same `Loader`, which then stores the tensors in host memory.
+A weight update (`weights.updates.staging`) uses the same `Loader`, which then stores the tensors in host memory.
 
 A quantised weight is copied unchanged into a parameter that has a scale parameter (SGLang's quantised layers, on a
 GPU); for any other parameter it is dequantised first. A weight is held in memory only until all of its scales have been

@@ -114,7 +114,7 @@ def test_relaxed_stores_arrive_in_any_order(name: str) -> None:
 
 @pytest.mark.parametrize("between", [FENCE, "fence.release.sys;", ""])
 def test_what_keeps_two_stores_in_order(between: str) -> None:
-    """A release fence does, or a releasing store."""
+    """A release fence orders the words, and so does a releasing store."""
     body = IN_ANY_ORDER["two_stores"].replace(RELAXED_STORE, f"{between} {RELAXED_STORE if between else STORE}")
     assert {run(body, TWO_GPUS, schedule, seed)[0] for schedule in ("random", "late") for seed in range(12)} == {7}
 
@@ -144,7 +144,7 @@ def test_the_ends_of_grids_order_what_relaxed_accesses_carry(schedule: str, seed
 
 
 def test_a_grid_does_not_order_its_own_relaxed_accesses() -> None:
-    """The flag is set, or seen, in the grid that writes, or reads."""
+    """The flag is set in the grid that writes the data, or seen in the grid that reads them."""
     writes = CHAIN.replace("F: ", "F: st.global.u32 [%rd100], %r6; ")
     reads = CHAIN.replace("@%p3 bra S; bra E;", "@%p3 bra S; bra R;")
     for body, launches in ((writes, [(0, 1), (1, 2), (1, 3)]), (reads, [(0, 0), (0, 1), (1, 2)])):
@@ -173,7 +173,7 @@ def test_a_wait_without_a_limit_is_a_deadlock_that_names_the_gpu() -> None:
 
 
 def test_a_late_gpu_starts_when_the_others_wait() -> None:
-    """By then the other GPU has polled for several turns."""
+    """The other GPU has polled for several turns when the late one starts."""
     counts = (
         message(STORE, LOAD)
         .replace("S: ", "mov.u32 %r3, 0; S: add.u32 %r3, %r3, 1; ")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from serving.server import output_logprobs, running_server
-from serving.small_release import FLAGS, SHAPE
+from serving.small_release import FLAGS, SHAPE, difference, likelihoods
 from serving.speculation import ask, random_prompts
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
@@ -69,6 +69,13 @@ def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path, plain: tupl
     prepared = answers(checkpoint, "--tp-size", "2", "--pre-warm-nccl", "--enable-p2p-check", "--numa-node", "0", "0")
     assert plain[1] == prepared[1] == [0, 1]
     assert prepared[0] == plain[0]
+
+
+def test_two_ranks_compute_the_same(checkpoint: Path) -> None:
+    """If the deterministic flag is off, SGLang chooses the sum over ranks: on Hopper as if this flag were given."""
+    prompts, flags = random_prompts(3, [127, 300, 511]), ("--flashinfer-allreduce-fusion-backend", "auto")
+    one, two = (likelihoods(checkpoint, prompts, *some) for some in ((), ("--tp-size", "2", *flags)))
+    assert difference(one, two) < 0.05
 
 
 @pytest.mark.skipif(CARDS < 3, reason="needs three NVIDIA GPUs")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving.groups import DRAWN, Question, at_once, bits, some
+from serving.groups import Question, at_once, bits, some
 from serving.server import flush, running_server
 from serving.small_release import SHAPE
 from serving.speculation import drafting_flags
@@ -34,13 +34,14 @@ SHAPES = {
     "EAGLE": SHAPE,
     "DSPARK": replace(SHAPE, compress_ratios=(0, 4, 128, 4), dspark_markov_rank=256, dspark_target_layer_ids=(1, 2, 3)),
 }
-QUESTIONS = (
+GREEDY = (
     Question(tuple(some(1, 3)), 40),
     Question(tuple(some(2, 700)), 9),
-    Question(tuple(some(3, 1300)), 20, DRAWN),
-    Question(tuple(some(4, 131)), 32, {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 3}),
+    Question(tuple(some(3, 1300)), 20),
     Question(tuple(some(5, 2100)), 3),
 )
+DRAWN = Question(tuple(some(4, 131)), 32, {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 3})
+"""A GPU's server under the flag draws without drafts only."""
 GRAPHS = {"graphs": (), "eager": ("--cuda-graph-backend-decode", "disabled")}
 
 
@@ -59,15 +60,15 @@ def test_busy_is_alone_is_another_group_with_graphs_and_without(
     if kind == "DSPARK" and ranks != groups:
         pytest.skip("refused by name")
     write_checkpoint(tmp_path / "model", SHAPES[kind])
-    found = {}
+    questions, found = GREEDY if kind != "plain" else (*GREEDY, DRAWN), {}
     for name, graphs in GRAPHS.items():
         with running_server(tmp_path / "model", tmp_path / name, *flags(kind, ranks, groups), *graphs) as server:
-            alone = [[bits(question.ask(server, group)) for group in range(groups)] for question in QUESTIONS]
+            alone = [[bits(question.ask(server, group)) for group in range(groups)] for question in questions]
             assert all(answers == [answers[0]] * groups for answers in alone), "a group has other bits"
             flush(server)
-            asked = [(i, group) for i in range(len(QUESTIONS)) for group in range(groups)]
+            asked = [(i, group) for i in range(len(questions)) for group in range(groups)]
             asked = (asked + asked[::-1]) * 2  # up to 20 requests a group, in graphs of all sizes
-            busy = at_once(server, [(QUESTIONS[i], group) for i, group in asked])
+            busy = at_once(server, [(questions[i], group) for i, group in asked])
             assert [bits(answer) for answer in busy] == [alone[i][group] for i, group in asked]
             assert server.is_alive()
             assert bool(re.search("capture.*cuda graph", server.log, re.IGNORECASE)) == (name == "graphs")

@@ -41,13 +41,18 @@ def asked(server: Server, **sampling: Any) -> tuple[requests.Response, float]:
 
 
 @pytest.mark.slow
-def test_slow_grammars_end_at_the_limit_beside_other_requests(checkpoint: Path, tmp_path: Path) -> None:
-    env = {grammars.SECONDS: str(LIMIT_S)}
-    with running_server(checkpoint, tmp_path / "log", *FLAGS, env=env) as server, ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize(("ranks", "kinds"), [(1, tuple(SLOW)), (2, ("json_schema", "regex"))], ids=["tp-1", "tp-2"])
+def test_slow_grammars_end_at_the_limit_beside_other_requests(
+    ranks: int, kinds: tuple[str, ...], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two ranks compile each for itself; would they decide differently, the server would hang."""
+    env, flags = {grammars.SECONDS: str(LIMIT_S)}, (*FLAGS, "--tp-size", str(ranks))
+    with running_server(checkpoint, tmp_path / "log", *flags, env=env) as server, ThreadPoolExecutor(1) as pool:
         alone = max(asked(server)[1] for _ in range(5))
         assert asked(server, regex="yes|no")[0].json()["text"] in ("yes", "no")
         reasons = {}
-        for kind, grammar in SLOW.items():
+        for kind in kinds:
+            grammar = SLOW[kind]
             slow = pool.submit(asked, server, **{kind: grammar})
             beside = []
             while not slow.done():

@@ -200,3 +200,15 @@ def test_setup_says_that_python_is_missing(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.strip().startswith("Python 3.11 is missing")
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.14"])
+def test_setup_refuses_a_python_that_sglang_has_no_wheel_for(tmp_path: Path, version: str) -> None:
+    shutil.copy(ROOT / "setup_venv.sh", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "VENV": ".venv", "TORCH_INDEX": ""}
+    done = subprocess.run(["sh", "setup_venv.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / ".venv").exists()
+    assert done.stderr.strip().startswith(f'Python 3.11, 3.12 or 3.13 is needed and "{python}" is {version}')

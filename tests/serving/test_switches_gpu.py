@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 from serving.server import Server, output_logprobs, running_server
-from serving.small_release import FLAGS, SHAPE
+from serving.small_release import FLAGS, SHAPE, difference, likelihoods
 from serving.speculation import ask, drafting_flags, random_prompts
 from sglang.srt.sampling.watermarking.detector import detect
 
@@ -139,14 +139,6 @@ def test_memory_that_was_released_and_taken_again(
 
 def test_marlin_computes_the_same_experts(checkpoint: Path, prompts: list[list[int]]) -> None:
     """SGLang's runner multiplies inputs that are not rounded to FP8: each token of a prompt is about as likely."""
-
-    def likelihoods(*flags: str) -> torch.Tensor:
-        log = checkpoint.parent / "_".join(["log_experts", *flags])
-        with running_server(checkpoint, log, *FLAGS, *flags) as server:
-            sampling = {"max_new_tokens": 1, "temperature": 0}
-            body = {"input_ids": prompts[:8], "sampling_params": sampling, "return_logprob": True}
-            results = post(server, "/generate", **body, logprob_start_len=0)
-        return torch.tensor([entry[0] for one in results for entry in one["meta_info"]["input_token_logprobs"][1:]])
-
-    ours, marlin = likelihoods(), likelihoods("--moe-runner-backend", "marlin")
-    assert (ours - marlin).abs().median() < 0.05 * (ours[1:] - ours[:-1]).abs().median()
+    flags = ("--moe-runner-backend", "marlin")
+    ours, marlin = (likelihoods(checkpoint, prompts[:8], *some) for some in ((), flags))
+    assert difference(ours, marlin) < 0.05

@@ -8,9 +8,6 @@ SGLang checks the request itself.
 ===============================  ============================================  =========================================
 request                          what SGLang does                              where
 ===============================  ============================================  =========================================
-weights that do not fit, where   half of them are loaded, and its rollback     ModelRunner's WeightUpdater
-SGLang's layers keep them in a   reads the same files again
-layout of their own
 invalid token ids for            500: the tokenizer has no such id             OpenAIServingDetokenize
 `/detokenize`
 `n` of millions                  copies of the prompt until memory is full     GenerateReqInput._handle_parallel_*
@@ -217,39 +214,6 @@ def note_hidden_size(result: None, scheduler: Scheduler, *args: Any, **kwargs: A
     global _hidden_size
     if live_parts() is not None:
         _hidden_size = scheduler.model_config.hidden_size
-
-
-def keep_weights(
-    original: Callable[..., tuple[bool, str]], updater: Any, model_path: str, *args: Any, **kwargs: Any
-) -> tuple[bool, str]:
-    """Load new weights; if that fails, load the old ones again. Runs around ``update_weights_from_disk``.
-
-    Returns:
-        Whether `model_path` was loaded, and the error if it was not.
-
-    Raises:
-        SystemExit: neither could be loaded, so the model holds tensors of both and must not answer.
-    """
-    config, before = updater.model_config, updater.model_config.model_path
-    try:
-        loaded, message = original(updater, model_path, *args, **kwargs)
-        if loaded or "Rolling back" not in message:  # else tensors may have been written
-            config.model_path = model_path if loaded else before
-            return loaded, message
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    logger.error("The weights of %s could not be loaded, those of %s are loaded again: %s", model_path, before, message)
-    config.model_path = before
-    try:
-        restored, why = original(updater, before, "auto")
-    except Exception as error:
-        restored, why = False, f"{type(error).__name__}: {error}"
-    if not restored:
-        raise SystemExit(
-            f"The weights of {model_path} could not be loaded ({message}), nor those of {before} again ({why}): the "
-            "model holds some of both. Start the server again."
-        )
-    return False, f"{message} The weights of {before} were loaded again."
 
 
 def check_input_embeds(req: Req) -> str | None:

@@ -125,7 +125,7 @@ def test_every_pattern_of_a_part_arrives() -> None:
 
 
 def test_an_absent_rank_is_named() -> None:
-    """The others return NaN for all that it did not send, and wait for it once only."""
+    """The other ranks return NaN for everything that the absent rank did not send, and wait for it once only."""
     calls = [parts_of((rows, DIM), 3, rows) for rows in (9, 3)]
     with group("sm90", 3) as made:
         check(calls, made.sums(calls))
@@ -137,7 +137,7 @@ def test_an_absent_rank_is_named() -> None:
 
 
 def test_a_failed_group_stays_failed() -> None:
-    """A rank that comes back finds that the others wait only a moment: nobody hangs, and nobody gets numbers."""
+    """A rank that comes back finds that the others wait only a moment: no rank hangs, and no rank gets numbers."""
     parts = parts_of((9, DIM), 2, 1)
     with group("sm90", 2) as made:
         made.sums([parts], absent=[1])

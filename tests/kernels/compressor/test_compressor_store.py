@@ -8,22 +8,33 @@ NaN, as is memory that must not be written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from ops.compressor_cases import (
     DIMS,
     NAN,
     RATIOS,
-    SLOTS,
     Forward,
     Request,
     Setting,
-    allowed_entry,
     forward,
+)
+from ops.compressor_store_cases import (
+    BF16,
+    CHUNKS,
+    FAR,
+    FORMS,
+    FP4,
+    FP8,
+    PLAIN,
+    SETTINGS,
+    UNIFORM,
+    assert_allowed,
+    assert_state,
+    uniform_requests,
 )
 from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.memory_layout import far_apart, use_in_place
@@ -31,26 +42,11 @@ from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels.compressor import Compression, compress, compress_store
-from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.kv_layout import KVRows
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
 from dsv4_kernels.rope import apply_rope
 
-BF16 = torch.bfloat16
-PLAIN, FP8, FP4 = RowFormat.PLAIN, RowFormat.FP8, RowFormat.INDEX_FP4
-RING = {"csa": 8, "hca": 128}
-FAR = 2**20 - 128
-CHUNKS = {
-    "csa": (
-        Request(3, 0, 9),  # a first group; one token remains
-        Request(1, FAR - 6, 11),  # its first group lies in the state, the batch and, before it, the state
-        Request(4, 8, 2),  # closes none
-        Request(2, 5, 3),  # closes [4, 8)
-        Request(7, 1027, 1),
-    ),
-    "hca": (Request(3, 0, 130), Request(1, FAR - 2, 5), Request(4, 5, 2), Request(2, 255, 1)),
-}
-SETTINGS = {kind: Setting(kind, RING[kind]) for kind in RATIOS}
 ARCH = {"sm90": "sm_90a", "sm100": "sm_100a"}
 
 
@@ -74,15 +70,6 @@ def before(setting: Setting, f: Forward, which: int, dtype: torch.dtype) -> tupl
     kept = (g.state_rows >= 0).nonzero().squeeze(1)
     state.index_copy_(0, g.state_rows[kept], torch.stack([c.kv, score], 1)[kept])
     return table, state
-
-
-FORMS = {
-    "plain": {},
-    "rounded": {"rounded": True, "hadamard": True},
-    "bytes": {"formats": (FP8, FP4), "hadamard": True},
-    "bytes_without_hadamard": {"formats": (FP8, FP4)},
-    "only_hadamard": {"hadamard": True},
-}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -154,35 +141,6 @@ def run(kernel: str, f: Forward, schedule: str = "late", seed: int = 0, launches
     assert not [warning for report in device.reports for warning in report.warnings]
     assert launches is None or len(device.reports) == launches
     return f
-
-
-def assert_state(setting: Setting, f: Forward, untouched: Forward) -> None:
-    """The state has the kept rows, bit for bit, and is otherwise unchanged; so have the tails."""
-    for c, was in zip(f.compressions, untouched.compressions, strict=True):
-        score = was.score + was.ape[f.groups.positions % f.groups.ratio]
-        for rows, kept, table in (
-            (f.groups.state_rows, was.state, c.state),
-            (f.groups.overlap_rows, was.overlap, c.overlap),
-        ):
-            if rows is not None:
-                tokens, width = rows >= 0, kept.shape[-1]
-                kept[rows[tokens]] = torch.stack([was.kv, score], 1)[tokens][:, :, :width]
-                assert same_bits(table, kept)
-
-
-def assert_allowed(setting: Setting, f: Forward) -> None:
-    """Check that entries are in their allowed intervals, most of which are one number, and no other row is written."""
-    for which, dim in enumerate(setting.all_dims):
-        entries, certain = f.entries(which), []
-        for (slot, number), row in entries.items():
-            low, high = allowed_entry(setting, dim, slot, number)
-            got = row.double().numpy()
-            assert ((low <= got) & (got <= high)).all(), (dim, slot, number, np.abs(got - low).max())
-            certain.append((low == high).mean())
-        assert len(entries) and np.mean(certain) > 0.8, certain
-        table = f.compressions[which].table
-        others = [row for row in range(table.num_rows) if row not in f.rows.values()]
-        assert table.gather(torch.tensor(others)).isnan().all()
 
 
 @pytest.mark.parametrize("schedule", ["late", "random"])
@@ -281,27 +239,6 @@ def test_one_compressor_alone(kernel: str, dim: int) -> None:
     for name in ("state", "overlap"):
         assert same_bits(getattr(alone.compressions[0], name), getattr(beside, name))
     assert same_bits(alone.compressions[0].table.storage, beside.table.storage)
-
-
-UNIFORM = {
-    # k, ring: the smallest that the pools have, so that the last token overwrites a row that is read
-    "csa_1": ("csa", 1, 8),
-    "csa_2": ("csa", 2, 8),
-    "csa_3": ("csa", 3, 16),
-    "csa_10": ("csa", 10, 16),
-    "hca_1": ("hca", 1, 128),
-    "hca_2": ("hca", 2, 128),
-    "hca_3": ("hca", 3, 256),
-    "hca_17": ("hca", 17, 256),
-}
-
-
-def uniform_requests(ratio: int, k: int) -> list[Request]:
-    """Return requests whose group ends at various of the k tokens, two that close none if k allows it, and padding."""
-    ends = [ratio * (5 + i) - 1 - i for i in range(0, min(k, ratio), 1 + min(k, ratio) // 8)]
-    others = [ratio * 3, FAR] if k <= ratio - 2 else []
-    begins = [0, *ends, *others]
-    return [Request(0, 0, k), *(Request(i + 1, begin, k) for i, begin in enumerate(begins)), Request(0, 0, k)]
 
 
 @pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
@@ -485,139 +422,3 @@ def test_nothing_is_spilled(kernel: str) -> None:
                 for name, most in (("entries", MOST_REGISTERS[kind]), ("keep", MOST_REGISTERS["keep"])):
                     found = resources(gpu.compile(name, dims, ratio, ARCH[kernel]).__cubin__)
                     assert found["stack_bytes"] == 0 and found["registers"] <= most, (kind, dims, name, found)
-
-
-# ---- the kernels on a GPU
-
-
-@pytest.fixture
-def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
-    return kernel_on_gpu("compress_store")
-
-
-def on_gpu(f: Forward) -> Forward:
-    """A copy of the inputs on the GPU; kv and score remain halves of one product."""
-    tensors = ("ape", "state", "norm_weight", "frequencies", "overlap")
-    made = []
-    for c in f.compressions:
-        moved = {name: getattr(c, name).cuda() for name in tensors if getattr(c, name) is not None}
-        product, width = torch.cat([c.kv, c.score], 1).cuda(), c.kv.shape[1]
-        table = replace(c.table, storage=c.table.storage.cuda())
-        made.append(replace(c, **moved, kv=product[:, :width], score=product[:, width:], table=table))
-    lists = ("positions", "sources", "entry_positions", "slots", "state_rows", "overlap_rows")
-    moved = {name: getattr(f.groups, name).cuda() for name in lists if getattr(f.groups, name) is not None}
-    return Forward(replace(f.groups, **moved), made, f.rows)
-
-
-def back(f: Forward) -> Forward:
-    """Tables, states and tails, copied to the CPU."""
-    made = [
-        replace(
-            c,
-            state=c.state.cpu(),
-            overlap=None if c.overlap is None else c.overlap.cpu(),
-            table=replace(c.table, storage=c.table.storage.cpu()),
-        )
-        for c in f.compressions
-    ]
-    groups = {
-        name: None if (x := getattr(f.groups, name)) is None else x.cpu()
-        for name in ("positions", "state_rows", "overlap_rows")
-    }
-    return Forward(replace(f.groups, **groups), made, f.rows)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", RATIOS)
-def test_the_gpu_makes_a_chunk(kernel_here: str, kind: str) -> None:
-    """Plain rows within their bounds, and the stored forms of the same rows."""
-    overlaps = {(3, 8): 5, (1, FAR + 4): 2} if kind == "csa" else None
-    plain = None
-    for form, changed in FORMS.items():
-        setting = replace(SETTINGS[kind], **changed)
-        untouched = forward(setting, CHUNKS[kind], overlaps=overlaps, open_groups=2)
-        f = on_gpu(untouched)
-        compress_store(f.groups, f.compressions, BF16, kernel_here)
-        f = back(f)
-        if form == "plain":
-            plain = f
-            assert_allowed(setting, f)
-        expected = forward(setting, CHUNKS[kind], overlaps=overlaps)
-        for which, (c, e) in enumerate(zip(f.compressions, expected.compressions, strict=True)):
-            rows = torch.stack(list(plain.entries(which).values()))
-            if c.hadamard:
-                rows = hadamard(rows)
-            if c.table.format is PLAIN and c.values_of is FP4:
-                rows = fp4_qdq(rows, 32)
-            elif c.table.format is PLAIN and c.values_of is FP8:
-                rows = torch.cat((fp8_qdq(rows[:, :-64], 64), rows[:, -64:]), 1)
-            e.table.scatter(torch.tensor(list(f.rows.values())), rows)
-            assert same_bits(c.table.storage, e.table.storage), form
-        assert_state(setting, f, untouched)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", UNIFORM)
-def test_the_gpu_makes_a_uniform_batch(kernel_here: str, name: str) -> None:
-    """Eagerly and from a CUDA graph; the entries are those of a chunk."""
-    kind, k, ring = UNIFORM[name]
-    setting = Setting(kind, ring)
-    requests = uniform_requests(setting.ratio, k)
-    chunk = on_gpu(forward(setting, requests, seed=1))
-    compress_store(chunk.groups, chunk.compressions, BF16, kernel_here)
-    chunk = back(chunk)
-    untouched = forward(setting, requests, k)
-    f = on_gpu(untouched)
-    states = [c.state.clone() for c in f.compressions]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        compress_store(f.groups, f.compressions, BF16, kernel_here)
-    for runs in (
-        graph.replay,
-        lambda: compress_store(f.groups, f.compressions, BF16, kernel_here),
-        graph.replay,
-    ):
-        for c, state in zip(f.compressions, states, strict=True):
-            c.state.copy_(state)
-            c.table.storage.fill_(NAN)
-        runs()
-        result = back(f)
-        assert_state(setting, result, forward(setting, requests, k))
-        for which in range(len(f.compressions)):
-            expected = chunk.entries(which)
-            assert all(same_bits(row, expected[entry]) for entry, row in result.entries(which).items())
-
-
-@pytest.mark.gpu
-def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
-    """Rows of the state, the table and the products beyond 2 GB: 12 GB together."""
-    setting = replace(SETTINGS["hca"], formats=(FP8,))
-    near = forward(setting, CHUNKS["hca"])
-    f = on_gpu(near)
-    (c,), g, width = f.compressions, f.groups, 512
-    compress_store(g, [c], BF16, kernel_here)
-    fresh = on_gpu(forward(setting, CHUNKS["hca"])).compressions[0]
-    skipped, pages, tokens = 2**20, 2**16, len(g.positions)
-    state = torch.zeros(skipped + SLOTS * 128, 2, width, device="cuda")
-    state[skipped:] = fresh.state
-    storage = torch.zeros(pages + 4, 37440, dtype=torch.uint8, device="cuda")
-    storage[pages:] = 255
-    stride = 2**32 // tokens // 4 // 4 * 4
-    product = torch.zeros(tokens * stride, device="cuda").as_strided((tokens, 2 * width), (stride, 1))
-    product.copy_(torch.cat([fresh.kv, fresh.score], 1))
-    far = replace(
-        fresh,
-        state=state,
-        kv=product[:, :width],
-        score=product[:, width:],
-        table=KVRows(storage, FP8, 64 * (pages + 4), 512, 64),
-    )
-    moved = replace(
-        g,
-        sources=torch.where(g.sources >= 0, g.sources + skipped, -1),
-        state_rows=torch.where(g.state_rows >= 0, g.state_rows + skipped, -1),
-        slots=g.slots + 64 * pages,
-    )
-    compress_store(moved, [far], BF16, kernel_here)
-    assert same_bits(state[skipped:].cpu(), c.state.cpu()) and not state[:skipped].any()
-    assert same_bits(storage[pages:].cpu(), c.table.storage.cpu()) and not storage[:pages].any()

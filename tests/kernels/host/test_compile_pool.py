@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path / "kernels"))
     monkeypatch.setattr(compile_cache, "_in_memory", {})
+    monkeypatch.setattr(compile_cache, "_instead", None)
     for name in ("_exported", "_loaded"):  # replaced by stand-ins
         monkeypatch.setattr(compile_cache, name, getattr(compile_cache, name))
     return tmp_path / "kernels"
@@ -96,11 +98,49 @@ def test_a_folder_that_is_full_ends_the_pool(folder: Path, caplog: pytest.LogCap
     assert ready(kernels) == ["compiled"] * 6
 
 
-def test_a_folder_that_takes_no_files_starts_no_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's temporary folder, which does not exist; the chosen folder takes no files."""
     (tmp_path / "file").write_text("")
+    (tmp_path / "tmp").mkdir()
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, str(tmp_path / "file" / "kernels"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "tmp" / f"sglang-dsv4-kernels-{os.geteuid()}"
+
+
+def test_kernels_go_to_a_temporary_folder_if_the_chosen_one_takes_no_files(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server with a read-only home compiled its 101 kernels one after the other, at every start."""
+    kernels = todo(4)
+    assert fill(kernels) == 4
+    assert ready(kernels) == ["disk"] * 4 and os.getpid() not in authors(temporary)
+    (said,) = warnings(caplog)
+    assert f"kernels are kept in {temporary} for now" in said and compile_cache.FOLDER_VARIABLE in said
+    compile_cache._in_memory.clear()
+    monkeypatch.setattr(compile_cache, "_instead", None)
+    assert fill(kernels) == 0  # the next start finds them
+    assert len(warnings(caplog)) == 2
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link", "another user's", "a file"])
+def test_a_temporary_folder_that_others_can_write_is_not_used(
+    temporary: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An object file in it would run in this process."""
+    if kind == "a link":
+        (temporary.parent / "elsewhere").mkdir(mode=0o700)
+        temporary.symlink_to(temporary.parent / "elsewhere")
+    elif kind == "a file":
+        temporary.write_text("")
+    else:
+        temporary.mkdir(mode=0o700)
+        temporary.chmod(0o722 if kind == "open to others" else 0o700)
+    if kind == "another user's":
+        path = temporary.with_name(f"sglang-dsv4-kernels-{os.geteuid() + 1}")
+        temporary.rename(path)
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(compile_pool, "_Worker", None)
     kernels = todo(2)
     assert fill(kernels) == 0

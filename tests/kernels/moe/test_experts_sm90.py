@@ -2,8 +2,7 @@
 
 Regimes: one token and many; experts with none, with a few slots and with several work tiles; every width of a tile,
 full and not; K of one step and of more steps than there are stages; experts of other ranks; more work tiles than CTAs;
-scales of a row that differ by 2^11, and by more; clamped and zero gates. The layout of the weights is compared with an
-element-by-element definition.
+clamped and zero gates. The layout of the weights is in test_experts_sm90_weights.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
 from ops.early_launches import launched_early
-from ops.experts_cases import LIMIT, Case, packed_experts
+from ops.experts_cases import LIMIT, Case
+from ops.hopper_experts import CASES, PAIRED, WIDE_PAIRS, arranged, listed_widths, shape_names, shapes
 from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from torch import Tensor
@@ -26,42 +26,15 @@ from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
-from dsv4_kernels.number_formats import dequantise_fp4_weight
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-CASES = {
-    "few": Case(5),
-    "one-token": Case(1, chosen=3),
-    "several-tiles-of-one-expert": Case(70, chosen=1, one_expert=True, channels=256, multiprocessors=3),
-    "k-longer-than-the-stages": Case(3, d=1280, channels=256, experts=2, multiprocessors=2),
-    "uneven-tiles": Case(45, chosen=2, experts=2, multiprocessors=1),
-    "other-ranks": Case(12, chosen=3, experts=2, offset=3, all_experts=7),
-}
 SLOW = {
     "wide-tiles": Case(300, chosen=2, experts=3, multiprocessors=5),
     "six-of-many": Case(9, chosen=6, experts=12, d=512, channels=384, multiprocessors=132),
     "only-other-ranks": Case(4, experts=2, offset=5, all_experts=5),
     "wide-and-deep": Case(33, chosen=2, experts=2, d=2048, channels=1280, multiprocessors=5),
 }
-
-
-def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
-
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
-
-
-@functools.cache
-def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
-    """Shifts and factors with gaps between experts, as where they lie in the memory of the scales."""
-
-    def with_gaps(matrix: arrangement.HopperMatrix) -> arrangement.HopperMatrix:
-        shifts, factors = strided(matrix.shifts.flatten(1), 1, 48), strided(matrix.factors, 1, 20)
-        return matrix._replace(shifts=shifts.unflatten(1, matrix.shifts.shape[1:]), factors=factors)
-
-    packed = packed_experts(experts, d, channels).for_hopper()
-    return arrangement.HopperExperts(with_gaps(packed.w13), with_gaps(packed.w2))
 
 
 def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
@@ -82,41 +55,9 @@ def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tens
     return out, device
 
 
-def shape_names() -> list[str]:
-    return list(shapes())
-
-
-def listed_widths(case: Case, shape: str = "paired") -> list[int]:
-    """Slots of the work tiles of a call, padding included."""
-    from ptx_emulator import emulated
-
-    from dsv4_kernels.moe.sm90 import launch
-
-    _, weights, ids, _ = case.inputs()
-    packed = arranged(case.experts, case.d, case.channels)
-    with emulated(arch="sm_90a", multiprocessors=case.multiprocessors):
-        least = launch.least_paired_tiles(packed, case.multiprocessors)
-        listed = launch.list_work(weights, ids, case.experts, case.offset, shapes()[shape], least)
-    return (8 * listed.tiles[: int(listed.totals[0]), 2]).tolist()
-
-
 def products_of(device: Any) -> list[Any]:
     """The emulator's reports of both products."""
     return [device.reports[2], device.reports[4]]
-
-
-PAIRED = {
-    "pairs-beyond-the-stages": Case(41, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1),
-    "pairs-between-singles": Case(48, chosen=2, experts=3, d=512, channels=256, multiprocessors=1),
-}
-"""Tiles of more than 32 slots, whose steps use two stages, before and after tiles whose steps use one."""
-WIDE_PAIRS = {
-    "wide-pairs-beyond-the-stages": Case(
-        170, chosen=1, experts=2, d=1280, channels=256, one_expert=True, multiprocessors=1
-    ),
-    "singles-between-wide-pairs": Case(169, chosen=2, experts=3, d=512, channels=256, multiprocessors=3),
-}
-"""The same for prefill: tiles of more than 112 slots."""
 
 
 @pytest.mark.parametrize(
@@ -279,6 +220,37 @@ def test_ids_and_weights_of_other_dtypes_and_strides() -> None:
     assert same_bits(found, expected)
 
 
+def test_sizes_follow_from_shapes() -> None:
+    from dsv4_kernels.moe.sm90 import launch
+
+    assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
+    shape = shapes()
+    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 2389, 2390, 8192)}
+    names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
+    assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
+    # The bytes that a call allocates, and `workspace_bytes`.
+    allocated = 0
+
+    def empty(*size: object, **options: Any) -> Tensor:
+        nonlocal allocated
+        made = original(*size, **options)
+        allocated += made.nbytes
+        return made
+
+    original = torch.empty
+    case = CASES["few"]
+    from ptx_emulator import emulated
+
+    x, weights, ids, packed = case.inputs()
+    hopper = packed.for_hopper()
+    with emulated(arch="sm_90a", multiprocessors=4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
+    said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
+    # Codes of h reuse the memory of x's codes.
+    assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
+
+
 # ---- the work list
 
 
@@ -292,6 +264,8 @@ LISTS = {
     "more-than-a-round": (1700, 5, 4, 1, 6),
 }
 """(tokens, experts of a token, experts of the rank, the first of them, experts of all ranks)."""
+
+
 LISTED_AS = [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)]
 
 
@@ -353,37 +327,6 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
     assert (listed.slot_of_pair[~here] < 0).all()
 
 
-def test_sizes_follow_from_shapes() -> None:
-    from dsv4_kernels.moe.sm90 import launch
-
-    assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
-    shape = shapes()
-    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 2389, 2390, 8192)}
-    names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
-    assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
-    # The bytes that a call allocates, and `workspace_bytes`.
-    allocated = 0
-
-    def empty(*size: object, **options: Any) -> Tensor:
-        nonlocal allocated
-        made = original(*size, **options)
-        allocated += made.nbytes
-        return made
-
-    original = torch.empty
-    case = CASES["few"]
-    from ptx_emulator import emulated
-
-    x, weights, ids, packed = case.inputs()
-    hopper = packed.for_hopper()
-    with emulated(arch="sm_90a", multiprocessors=4), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", empty)
-        out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
-    said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
-    # Codes of h reuse the memory of x's codes.
-    assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
-
-
 @pytest.mark.parametrize("shape", shape_names())
 def test_the_estimate_counts_what_is_listed(shape: str) -> None:
     from lib import experts_sm90_static as static
@@ -409,128 +352,6 @@ def test_the_estimate_is_near_what_was_measured() -> None:
         for shape, least in (("narrow", 0.94), ("paired", 0.88)):
             assert least < by_shape[shape] / measured[f"flash-six-t{tokens}", shape] < 1.05
         assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
-
-
-# ---- the layout of weights
-
-
-def decoded(matrix: arrangement.HopperMatrix, row: int, k: int) -> float:
-    """The weight in row `row` of the layout and column `k` of expert 0, by the description in weights.py."""
-    tile, unit, within = row // 128, row % 128 // 16, row % 16
-    half, g = within // 8, within % 8
-    step, group, channel = k // 128, k % 128 // 32, k % 32
-    words = matrix.codes[0, tile, step].view(torch.int32)
-    lane = g * 4 + channel % 16 // 4
-    word = int(words[unit * 256 + group // 2 * 128 + lane * 4 + group % 2 * 2 + half]) & 0xFFFFFFFF
-    i, second = channel % 4, channel // 16
-    magnitude = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[word >> (16 * second + 4 * i) & 7]
-    sign = word >> (8 * i + (3 if second else 7)) & 1
-    shifts = int(matrix.shifts[0, tile, step].view(torch.int32)[unit * 8 + g]) & 0xFFFFFFFF
-    shift = shifts >> (4 * (2 * group + half)) & 15
-    return (-1) ** sign * magnitude * 2.0 ** (shift - 5) * float(matrix.factors[0, row])
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("gate_up", [False, True])
-def test_an_arrangement_can_be_undone(gate_up: bool, wide: bool) -> None:
-    """Codes come back, and scales of groups that are not zero; arranged again they give the same bytes.
-
-    `wide`: also rows of zeros, groups of zeros, and scales so far below their row's largest that codes are rounded.
-    """
-    packed = packed_experts(3, 512, 256)
-    codes, scale = (packed.w13, packed.w13_scale) if gate_up else (packed.w2, packed.w2_scale)
-    codes, bytes_ = codes.clone(), scale.view(torch.uint8).clone()
-    if wide:
-        codes[0, 0] = 0
-        codes[1, :, :16] = 0
-        bytes_[2, 5:9, 1] = 3
-        bytes_[2, 9] = torch.randint(1, 8, bytes_[2, 9].shape, generator=torch.Generator().manual_seed(1))
-    given = codes.clone().view(torch.uint8), bytes_.clone()
-    arrangement.arrange(codes, bytes_, gate_up=gate_up, in_place=True)
-    back = arrangement.in_checkpoint_order(codes, bytes_, gate_up=gate_up)
-    if not wide:
-        assert torch.equal(back[0], given[0]) and torch.equal(back[1], given[1])
-    again = back[0].clone().view(torch.int8), back[1].clone()
-    assert arrangement.arrange(*again, gate_up=gate_up, in_place=True).rounded == 0
-    assert torch.equal(again[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(again[1], bytes_)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_every_weight_lies_where_a_lane_looks(in_place: bool) -> None:
-    packed = packed_experts(2, 256, 256)
-    matrices = {
-        "w13": (packed.w13.clone(), packed.w13_scale.clone(), True),
-        "w2": (packed.w2.clone(), packed.w2_scale.clone(), False),
-    }
-    for name, (codes, scale, gate_up) in matrices.items():
-        plain = dequantise_fp4_weight(codes[0].clone(), scale[0].clone(), torch.float64)
-        found = arrangement.arrange(codes, scale, gate_up=gate_up, in_place=in_place)
-        assert found.rounded == 0
-        if in_place:
-            assert found.codes.data_ptr() == codes.data_ptr() and found.shifts.data_ptr() == scale.data_ptr()
-        for row in range(0, plain.shape[0], 5):
-            unit, within = divmod(row, 16)
-            if gate_up:  # 8 channels of the gate, and the same of up
-                origin = unit * 8 + within % 8 + (plain.shape[0] // 2 if within >= 8 else 0)
-            else:
-                origin = unit * 16 + within % 8 * 2 + within // 8
-            for k in (*range(0, 40, 3), 127, 128, 255):
-                assert decoded(found, row, k) == plain[origin, k], (name, row, k)
-
-
-def scales_apart(by: int) -> Mxfp4Experts:
-    """Two scale groups of row 3 of w2 are `by` powers of two below the others of that row."""
-    packed = packed_experts(1, 256, 256)
-    scale = torch.full_like(packed.w2_scale.view(torch.uint8), 130)
-    scale[0, 3, 1:3] -= by
-    return replace(packed, w2_scale=scale.view(torch.float8_e8m0fnu))
-
-
-def test_scales_of_a_row_may_differ_by_2_to_the_11() -> None:
-    packed = scales_apart(11)
-    found = packed.for_hopper().w2
-    assert found.rounded == 0
-    plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)
-    row = 8 + 1  # the second of the odd rows
-    assert [decoded(found, row, k) for k in range(256)] == plain[3].tolist()
-
-
-@pytest.mark.parametrize("by", [12, 13, 30])
-def test_what_lies_lower_is_rounded_and_counted(by: int) -> None:
-    """Codes are rounded to nearest, ties to even, on the grid that the row's largest scale leaves."""
-    packed = scales_apart(by)
-    found = packed.for_hopper().w2
-    plain = dequantise_fp4_weight(packed.w2[0], packed.w2_scale[0], torch.float64)[3]
-    values = torch.tensor([decoded(found, 9, k) for k in range(256)], dtype=torch.float64)
-    small = torch.zeros(256, dtype=torch.bool)
-    small[32:96] = True
-    assert torch.equal(values[~small], plain[~small])
-    assert found.rounded == int((values != plain).sum()) > 0
-    unit = 2.0 ** (130 - 127 - 11)
-    wanted = dequantise_fp4_weight(
-        *moe_quantised((plain[small] / unit).float()), torch.float64
-    ).flatten() * unit  # fmt: skip
-    assert torch.equal(values[small].abs(), wanted.abs())
-    assert (values[small] - plain[small]).abs().max() <= 2.0**-12 * 2 * 2.0 ** (130 - 127)
-
-
-def moe_quantised(values: Tensor) -> tuple[Tensor, Tensor]:
-    """e2m1 of values that need no scale, rounded to nearest, ties to even, by arithmetic on its grid."""
-    step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0))
-    rounded = (values / step).round() * step  # torch rounds ties to even
-    grid = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    codes = torch.tensor([grid.index(abs(float(v))) | (8 if v < 0 else 0) for v in rounded])
-    packed = (codes[0::2] | (codes[1::2] << 4)).to(torch.uint8).view(torch.int8)
-    return packed[None], torch.full((1, len(values) // 32), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def test_a_group_of_zeros_has_no_say() -> None:
-    packed = packed_experts(1, 256, 256)
-    scale = torch.full_like(packed.w2_scale.view(torch.uint8), 110)
-    codes = packed.w2.clone().view(torch.uint8)
-    scale[0, 3, 2], codes[0, 3, 32:48] = 250, 0x80  # +0 and -0
-    found = replace(packed, w2=codes.view(packed.w2.dtype), w2_scale=scale.view(torch.float8_e8m0fnu)).for_hopper().w2
-    assert found.rounded == 0 and found.factors.unique().numel() == 1
 
 
 # ---- errors, and the choice of the implementation

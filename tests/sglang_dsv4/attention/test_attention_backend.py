@@ -298,6 +298,19 @@ def test_idle_forward(sequences: Sequences) -> None:
     assert all(torch.equal(a, b) for (_, _, a), (_, _, b) in zip(before, engine.pool.tensors(), strict=True))
 
 
+def test_rows_that_pad_a_group_without_requests_touch_no_requests_rows(
+    sequences: Sequences, stepwise: dict[tuple[int, int], Tensor]
+) -> None:
+    """Attention data parallelism gives an idle group rows of other groups' number; they are the null slot's."""
+    engine = Engine(SMALL, sequences)
+    engine.forward(EXTEND, [(0, 130)])
+    for padding in (1, 3):
+        assert engine.forward(ForwardMode.IDLE, [], padding=padding) == {}
+        metadata = engine.backend.metadata
+        assert metadata.num_tokens == padding and (metadata.ring_rows < SMALL.ring_rows).all()
+    assert_same(engine.forward(ForwardMode.DECODE, [(0, 1)]), stepwise)
+
+
 def test_a_prefix_without_its_tail_is_refused(sequences: Sequences) -> None:
     """A prefix hit whose rows are not in the rings must raise, not read another request's rows."""
     engine = Engine(SMALL, sequences)

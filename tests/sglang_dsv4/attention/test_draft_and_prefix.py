@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_common
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
+from sglang_dsv4.attention import draft_chain
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 from sglang_dsv4.attention.draft_chain import create_draft_decode_backend, create_draft_extend_backend
 from sglang_dsv4.cache.geometry import PoolGeometry
@@ -115,3 +116,34 @@ def test_whole_prefixes_need_tails() -> None:
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     with pytest.raises(ValueError, match="unset SGLANG_DSV4_TAIL_SLOTS, which is 0"):
         create_prefix_cache(SimpleNamespace(enable_hierarchical_cache=True, disable_radix_cache=False, params=params))
+
+
+def test_a_step_that_is_padded_after_it_was_planned_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang plans all eager steps of a draft first; attention data parallelism pads the batch before each."""
+    engine = Engine(DRAFT, Sequences(DRAFT, 320))
+    engine.forward(ForwardMode.EXTEND, [(0, 255), (1, 2)])
+    batch = engine.batch(ForwardMode.DECODE, [(0, 1), (1, 1)])
+    engine.backend.init_forward_metadata(batch)
+    batch.forward_metadata_ready, batch.forward_metadata_planned_num_tokens = True, 2
+    batch.input_ids = torch.zeros(2, dtype=torch.int64)
+    monkeypatch.setattr(draft_chain, "get_attn_backend", lambda: engine.backend)
+    planned = engine.backend.metadata
+    draft_chain.plan_padded_batch(None, batch, engine.runner)
+    assert engine.backend.metadata is planned, "nothing was padded"
+    padded = SimpleNamespace(**vars(batch))
+    for field, value in (
+        ("req_pool_indices", 0),
+        ("seq_lens", 1),
+        ("seq_lens_cpu", 1),
+        ("positions", 0),
+        ("input_ids", 0),
+    ):
+        setattr(padded, field, torch.cat([getattr(batch, field), torch.full((2,), value)]))
+    padded.batch_size = 4
+    draft_chain.plan_padded_batch(None, padded, engine.runner)
+    made = engine.backend.metadata
+    assert made.num_tokens == 4 and torch.equal(made.ring_rows[:2], planned.ring_rows)
+    assert (made.ring_rows[2:] < DRAFT.ring_rows).all(), "rows of the null slot"
+    padded.forward_metadata_ready = False
+    monkeypatch.setattr(engine.backend, "init_forward_metadata", None)
+    draft_chain.plan_padded_batch(None, padded, engine.runner)  # SGLang plans it itself

@@ -35,6 +35,16 @@ def read(files: RecordFiles, key: str = KEY, nbytes: int = BYTES) -> Tensor | No
     return files.get(key, torch.zeros(nbytes, dtype=torch.uint8))
 
 
+def open_by(monkeypatch: pytest.MonkeyPatch, mode: str, instead: Callable[[Path], object]) -> None:
+    """Open files in one mode by another function; in other modes as before."""
+    real = Path.open
+
+    def opened(path: Path, how: str = "r", **options: object) -> object:
+        return instead(path) if how == mode else real(path, how, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
 def test_round_trip_and_a_second_server(files: RecordFiles, tmp_path: Path) -> None:
     assert not files.exists(KEY) and files.set(KEY, record(1)) and files.exists(KEY)
     assert torch.equal(read(files), record(1))
@@ -157,15 +167,12 @@ def test_a_full_disk_is_a_warning(
 ) -> None:
     """/dev/full instead of the file: the write fails, no file is left, and writing pauses."""
     files.set(KEY, record(1))
-    real = Path.open
 
-    def full(path: Path, mode: str = "r", **how: object) -> object:
-        if mode == "xb":
-            real(path, mode).close()
-            return real(Path("/dev/full"), "wb", buffering=0)
-        return real(path, mode, **how)
+    def full(path: Path) -> object:
+        path.touch()
+        return open("/dev/full", "wb", buffering=0)
 
-    monkeypatch.setattr(Path, "open", full)
+    open_by(monkeypatch, "xb", full)
     assert not files.set(OTHER, record(2)) and not files.exists(OTHER)
     assert "No space left on device" in caplog.text and FOLDER_VARIABLE in caplog.text
     assert not list(files.folder.rglob("*.tmp"))
@@ -236,14 +243,11 @@ def test_an_unreadable_file_is_a_miss_and_written_anew(
     files: RecordFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files.set(KEY, record(1))
-    real = Path.open
 
-    def failing(path: Path, mode: str = "r", **how: object) -> object:
-        if mode == "rb":
-            raise OSError(5, "Input/output error")
-        return real(path, mode, **how)
+    def failing(path: Path) -> object:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", failing)
+    open_by(monkeypatch, "rb", failing)
     assert read(files) is None and files.faults == {Fault.UNREADABLE: 1} and "can't be read" in caplog.text
     monkeypatch.undo()
     assert not files.exists(KEY), "or it would not be written"

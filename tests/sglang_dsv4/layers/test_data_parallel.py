@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.reference.batch_invariant import sum_in_order
-from sglang_dsv4.layers import data_parallel, rank_sum
+from sglang_dsv4.layers import data_parallel, logits, rank_sum
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.logits import Fp32LogitsProcessor
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
 
 WIDTH = 6
@@ -88,7 +89,7 @@ class Ranks:
 def ranks_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], Ranks]]:
     def make(size: int, group_size: int) -> Ranks:
         ranks = Ranks(size, group_size)
-        for module in (data_parallel, rank_sum):
+        for module in (data_parallel, rank_sum, logits):
             monkeypatch.setattr(module, "get_parallel", ranks.parallel)
             monkeypatch.setattr(module, "all_gather_single", ranks.all_gather_single)
         monkeypatch.setattr(torch.distributed, "all_to_all_single", ranks.all_to_all_single)
@@ -140,6 +141,22 @@ def test_the_attention_is_summed_within_a_group(group_size: int, ranks_of: Calla
     for rank, rows in enumerate(summed):
         first = rank // group_size * group_size
         assert torch.equal(rows, sum_in_order(parts[first : first + group_size]))
+
+
+@pytest.mark.parametrize("vocabulary", [64, 60], ids=["whole shards", "a padded last shard"])
+def test_logits_are_gathered_within_a_group(vocabulary: int, ranks_of: Callable[[int, int], Ranks]) -> None:
+    """Two groups of two ranks with 3 and 0 rows; each rank has 32 rows of the head, padding included."""
+    ranks, counts = ranks_of(4, 2), (3, 0)
+    whole = [torch.randn(count, 64) for count in counts]
+    processor = Fp32LogitsProcessor.__new__(Fp32LogitsProcessor)
+    torch.nn.Module.__init__(processor)
+    processor.vocab_size = vocabulary
+
+    def gathered(rank: int) -> Tensor:
+        return processor.gather_logits(whole[rank // 2][:, 32 * (rank % 2) : 32 * (rank % 2 + 1)])
+
+    for rank, found in enumerate(ranks.run(gathered)):
+        assert torch.equal(found, whole[rank // 2][:, :vocabulary]) and found.is_contiguous()
 
 
 def test_rows_that_a_group_cannot_share_are_refused() -> None:

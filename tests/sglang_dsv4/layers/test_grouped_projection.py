@@ -185,6 +185,24 @@ def test_what_is_kept_where(asked: Callable[[str | None], str | None], value: st
         assert grouped_projection.kept(CONFIG, 10, torch.bfloat16) == "bf16"
 
 
+@pytest.mark.parametrize(("ranks_of_a_group", "kept"), [(1, "fp8"), (2, "fp8"), (4, "both")])
+def test_groups_of_ranks_keep_memory_for_kv(ranks_of_a_group: int, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pro's sizes: the bf16 form takes 7.6 GiB over the ranks of a group; Flash's 2.7 stay."""
+    sizes = {"num_hidden_layers": 61, "num_attention_heads": 128, "o_groups": 16, "o_lora_rank": 1024}
+    pro = SimpleNamespace(**vars(CONFIG) | sizes)
+    flash = SimpleNamespace(
+        **vars(CONFIG) | sizes | {"num_hidden_layers": 43, "num_attention_heads": 64, "o_groups": 8}
+    )
+    monkeypatch.delenv(grouped_projection.VARIABLE, raising=False)
+    monkeypatch.setattr(grouped_projection, "get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks_of_a_group))
+    assert grouped_projection.kept(pro, 9, torch.bfloat16) == "both"
+    monkeypatch.setattr(grouped_projection.data_parallel, "is_on", lambda: True)
+    assert grouped_projection.kept(pro, 9, torch.bfloat16) == kept
+    assert grouped_projection.kept(flash, 9, torch.bfloat16) == "both"
+    monkeypatch.setenv(grouped_projection.VARIABLE, "both")
+    assert grouped_projection.kept(pro, 9, torch.bfloat16) == "both"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

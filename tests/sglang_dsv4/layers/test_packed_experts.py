@@ -26,7 +26,7 @@ from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
-from sglang_dsv4.weights.host_part import Part
+from sglang_dsv4.weights.updates.host_part import Part
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 

@@ -125,7 +125,7 @@ def test_another_word_is_refused(set_up: Callable[..., list[str]]) -> None:
 
 @pytest.mark.parametrize("under_flag", [False, True])
 def test_small_parts_go_through_the_mailboxes(under_flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without the flag; larger ones as without them."""
+    """Small parts use the mailboxes with the flag and without it; larger parts are summed as without mailboxes."""
 
     def summed(part: Tensor, boxes: Mailboxes) -> Tensor:
         assert part.is_contiguous() and boxes is peer_sums._mailboxes

@@ -6,7 +6,6 @@ is `torch.equal` on the logits of every computed position. A fault planted in ea
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +21,9 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_radix_cache.moves import TailRestore
 from dsv4_radix_cache.ring import ring_row
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(path, dataclasses.replace(PRESETS["tiny"], index_topk=16))
-    return path
 
 
 @pytest.fixture(

@@ -5,7 +5,6 @@ The pool has eight pages, so other requests displace a prefix from it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from array import array
 from collections.abc import Iterator
@@ -20,18 +19,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.prefix.identity import weights_fingerprint
 
 QUICK_REMAINDERS = ("0-mod-4", "127-mod-128", "255-mod-256")
 """Tests of other remainders are slow; `test_exact` tests all remainders within a compression group."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    write_checkpoint(path, dataclasses.replace(PRESETS["tiny"], index_topk=16))
-    return path
 
 
 @pytest.fixture(

@@ -96,7 +96,7 @@ def end(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...]]]
 
 @pytest.mark.parametrize("rid", IDS)
 def test_the_request_with_this_id_ends(end: Callable[..., Any], rid: str) -> None:
-    """For each id, most of which begin others. SGLang alone ends six further requests with `a`."""
+    """Every id is aborted; most ids are beginnings of others. SGLang alone ends six further requests with `a`."""
     for processes in (1, 2):
         assert end(rid, processes=processes) == [(rid,)] * 3 + [("ba",) if rid == "ba" else ()]
 

@@ -12,7 +12,7 @@ import torch
 
 from sglang_dsv4.seam import default_arguments as defaults
 from sglang_dsv4.seam import moe_runner
-from sglang_dsv4.seam.refused_flags import refuse, refuse_unsupported_arguments
+from sglang_dsv4.seam.refused_flags import refuse, refuse_unsupported_arguments, refuse_with_groups
 
 
 def arguments(**fields: Any) -> SimpleNamespace:
@@ -135,6 +135,48 @@ def test_runners_for_blackwell_may_be_named_there(
         refuse(given)  # SGLang may have chosen it
         with pytest.raises(ValueError, match=f"--moe-runner-backend {runner}: .* marlin on Hopper"):
             refuse(given, as_given=True)
+
+
+GROUPS = {"tp_size": 4, "attn_dp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"attn_dp_size": 3}, r"--attn-dp-size must divide --tp-size: got 3 and 4"),
+        ({"attn_dp_size": 0}, r"--attn-dp-size must divide --tp-size: got 0 and 4"),
+        ({"speculative_algorithm": "DSPARK"}, r"DSPARK with --attn-dp-size 2 and --tp-size 4: .* --attn-dp-size 4"),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 3},
+            r"--speculative-num-draft-tokens 3 .* multiple of 2",
+        ),
+        ({"nnodes": 2}, r"--nnodes 2 with --attn-dp-size 2"),
+        ({"enable_dp_attention_local_control_broadcast": True}, r"local-control-broadcast with --attn-dp-size 2"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_groups_of_ranks_do_not_serve_is_refused(fields: dict[str, Any], named: str) -> None:
+    refuse_with_groups(arguments(**GROUPS))
+    with pytest.raises(ValueError, match=named):
+        refuse_with_groups(arguments(**{**GROUPS, **fields}))
+    if "attn_dp_size" not in fields:
+        refuse_with_groups(arguments(**{**GROUPS, "attn_dp_size": 1}, **fields))
+
+
+@pytest.mark.parametrize(
+    "variable", ["SGLANG_DSV4_SEQUENCE_PARALLEL=on", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION=1"]
+)
+def test_switches_that_groups_of_ranks_do_not_serve_are_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = variable.split("=")
+    monkeypatch.setenv(name, value)
+    refuse_with_groups(arguments())
+    with pytest.raises(ValueError, match=f"{name}.* with --attn-dp-size 2: unset it"):
+        refuse_with_groups(arguments(**GROUPS))
+
+
+def test_groups_of_ranks_make_their_own_logits() -> None:
+    assert defaults.default_arguments(arguments(**GROUPS), CONFIG)["enable_dp_lm_head"] is True
+    assert "enable_dp_lm_head" not in defaults.default_arguments(arguments(tp_size=4), CONFIG)
 
 
 def test_drafts_carry_no_watermark() -> None:

@@ -94,6 +94,26 @@ def test_our_function_is_imported_at_its_first_call() -> None:
     assert install._lazily(hook._replace(function="operator:add"))(2, 3) == 5
 
 
+def test_a_target_whose_module_needs_a_missing_package_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang leaves such a module out as well. A target that SGLang does not have is an error."""
+    package = tmp_path / "sglang_part"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "route.py").write_text("import a_package_that_is_missing\nclass Route: serve = print\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = install.installed()
+    row = HOOKS[0]._replace(kind=Kind.BEFORE, target="sglang_part.route.Route.serve", function="operator:add")
+    install.install(row)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == install.__name__]
+    assert "sglang_part.route.Route.serve is not hooked" in line and "a_package_that_is_missing" in line
+    for target in ("sglang.srt.nowhere.Route.serve", "sglang.srt.server_args.ServerArgs.nothing", "sglang_part.none.x"):
+        with pytest.raises(AttributeError):
+            install.install(row._replace(target=target))
+    assert install.installed() == before
+
+
 def test_an_attribute_is_set_by_its_row_and_by_no_other() -> None:
     owner = SimpleNamespace(enable_deterministic=False, other=1)
     install.set_attribute(owner, hooks.LOG_SOFTMAX)

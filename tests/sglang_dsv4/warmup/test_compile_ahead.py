@@ -114,6 +114,21 @@ def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     assert compiled() == whole | own and not own & whole
 
 
+def test_kernels_of_groups_of_ranks_are_compiled(hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any number are gathered before the experts, and quantised after that."""
+    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+
+    monkeypatch.setattr(data_parallel, "is_on", lambda: True)
+    monkeypatch.setattr(model_shapes, "get_parallel", lambda: SimpleNamespace(tp_size=2))
+    monkeypatch.setattr(model_shapes.grouped_projection, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    for _, job in jobs(config()):
+        job()
+    found = {text for name, text, _ in hopper if name == "hyper_connection"}
+    forms = [(rows, post, fp8) for rows, post in ((24, True), (24, False)) for fp8 in (True, False)]
+    for tokens in (1, 2, 33, 700):
+        assert {repr(hyper_connection.chosen(tokens, 4096, *form[:2], False, fp8=form[2])) for form in forms} <= found
+
+
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
 def test_kernels_of_speculation_are_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
     """Target steps of one token and of all verified tokens; for a draft also its blocks, and norms of hidden_size."""

@@ -83,6 +83,19 @@ def test_verify_steps_end_as_asked(
     ]
 
 
+def test_groups_of_ranks_have_no_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_size=2, attn_dp_size=2))
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["DeepseekV4ForCausalLM"]))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=config))
+    monkeypatch.delenv(cuda_graphs.VERIFY_EPILOGUE, raising=False)
+    assert cuda_graphs.model_type_for_epilogue("deepseek_v4", worker) == "deepseek_v4"
+    monkeypatch.setenv(cuda_graphs.VERIFY_EPILOGUE, "on")
+    with pytest.raises(ValueError, match=r"SGLANG_DSV4_VERIFY_EPILOGUE=on with --attn-dp-size above 1: unset it"):
+        cuda_graphs.model_type_for_epilogue("deepseek_v4", worker)
+
+
 def test_cuda_graphs_do_not_wait_for_an_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper has an attention kernel for the release's head_dim; for another one the reference serves, which waits."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -3,6 +3,8 @@ them."""
 
 from __future__ import annotations
 
+import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +177,32 @@ def test_a_conversation_keeps_its_prefix(adapter: DeepSeekRecipeChatEncodingAdap
             text = prompt(adapter, history, place)
             assert text.startswith(before) == kept or not before, place
             before = text
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_conversation_keeps_its_texts_in_order(adapter: DeepSeekRecipeChatEncodingAdapter, seed: int) -> None:
+    """Every text is there once, in the order in which it was sent, but for texts between calls and their results; with
+    these SGLang alone refuses the conversation."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        turns = [f"{rng.choice('ssduuaarc')}:" for _ in range(rng.randrange(1, 9))]
+        messages = [message for turn in turns for message in said(turn, *(["t:"] if turn == "c:" else []))]
+        if rng.random() < 0.5:
+            messages.insert(rng.randrange(len(messages) + 1), *said("s:"))
+        for number, message in enumerate(messages):
+            message["content"] = f"{{{number}}}"
+        thinking = rng.random() < 0.5
+        for place in (IN_PLACE, REMINDER):
+            numbers = [int(found) for found in re.findall(r"{(\d+)}", prompt(adapter, messages, place, thinking))]
+            assert sorted(numbers) == list(range(len(messages))), (place, messages)
+            moved = [n for n, _ in enumerate(messages) if goes_behind_results(messages, n)]
+            assert [n for n in numbers if n not in moved] == [n for n in range(len(messages)) if n not in moved]
+
+
+def goes_behind_results(messages: list[dict[str, Any]], number: int) -> bool:
+    """Whether a message is of role system, and tool results follow it with only such messages between them."""
+    rest = [m["role"] for m in messages[number:] if m["role"] not in late_system.INSTRUCTIONS]
+    return messages[number]["role"] in late_system.INSTRUCTIONS and rest[:1] == ["tool"]
 
 
 def test_parts_of_a_message_are_joined(adapter: DeepSeekRecipeChatEncodingAdapter) -> None:

@@ -15,8 +15,8 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_dsv4.seam import live
-from sglang_dsv4.weights import routes
-from sglang_dsv4.weights.routes import ABANDON, BUSY
+from sglang_dsv4.weights.updates import routes
+from sglang_dsv4.weights.updates.routes import ABANDON, BUSY
 
 BUSY_ANSWER = (False, f"{BUSY}: wait for them")
 DONE = (True, "2 tensors of the target serve.")

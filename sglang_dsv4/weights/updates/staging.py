@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dsv4.layers.after_loading import AfterLoading
-from sglang_dsv4.weights.host_part import HostPart, Part
 from sglang_dsv4.weights.loader import CheckpointError, Loader, copy_into, load_checkpoint, read
+from sglang_dsv4.weights.updates.host_part import HostPart, Part
 
 if TYPE_CHECKING:
     from sglang_dsv4.model_config.config import Config

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
-from sglang_dsv4.weights import session
-from sglang_dsv4.weights.session import reason_against
+from sglang_dsv4.weights.updates import session
+from sglang_dsv4.weights.updates.session import reason_against
 
 # ---- a process group
 

@@ -16,9 +16,9 @@ from model.checkpoint_tensors import Checkpoint, with_last, without
 from model.updates import Trainer, buckets_of, different, loaded, same
 
 from sglang_dsv4.layers.after_loading import AfterLoading
-from sglang_dsv4.weights import host_part
-from sglang_dsv4.weights.routes import ABANDON
 from sglang_dsv4.weights.tensor_table import main_model_tensors
+from sglang_dsv4.weights.updates import host_part
+from sglang_dsv4.weights.updates.routes import ABANDON
 
 QUANTISED = "layers.1.attn.wq_b"
 

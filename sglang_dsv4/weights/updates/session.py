@@ -11,7 +11,7 @@ between `begin_weight_update` and `end_weight_update` is SGLang's; here the targ
 
 An update from files or through IPC is one request, which does all of these steps. Where a quantisation method of SGLang
 keeps its weights in a layout of its own (`reason_against`), weights come from files only, as SGLang loads them
-(`requests.refused.guards.keep_weights`).
+(`weights.updates.old_files`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
 from sglang_dsv4.weights.checkpoint_files import read_config, stated
 from sglang_dsv4.weights.loader import CheckpointError
-from sglang_dsv4.weights.routes import ABANDON, BUSY
-from sglang_dsv4.weights.staging import WeightUpdate
+from sglang_dsv4.weights.updates.routes import ABANDON, BUSY
+from sglang_dsv4.weights.updates.staging import WeightUpdate
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
