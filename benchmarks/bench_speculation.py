@@ -54,17 +54,15 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lib import serve_load
-from lib.model_shapes import FLASH, write_config
 from lib.serve_profile import busy_us, decode_events, gpu_work
 from lib.servers import SWITCHES, Server, running
+from lib.speculation_models import write_models
 from lib.versions import versions
-
-from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 WORKS = ("graphs", "agreement", "decode", "eagle", "dspark")
 CONTENDERS = ("ours", "builtin")
@@ -74,16 +72,6 @@ REQUESTS = (1, 16, 64)
 SMALLEST_GRAPH = 12
 """A host launch with at least this many kernels is a graph's replay; no other launch has as many."""
 
-MODELS = {
-    "april": FLASH,
-    "dspark": replace(FLASH, dspark_markov_rank=256, dspark_target_layer_ids=(3, 4, 5), dspark_noise_token_id=128_799),
-}
-TINY = {"april": PRESETS["flash-april"], "dspark": PRESETS["flash-0731"]}
-ALL_LAYERS = (0, 0, *(4, 128) * 20, 4)
-FULL_SIZE = {
-    "april": replace(MODELS["april"], compress_ratios=ALL_LAYERS),
-    "dspark": replace(MODELS["dspark"], compress_ratios=ALL_LAYERS, dspark_target_layer_ids=(40, 41, 42)),
-}
 SPECULATION = {
     "eagle": (
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
@@ -98,18 +86,6 @@ DUMMY_FLAGS = (
 )
 FEW_GRAPHS = ("--max-running-requests", "24", "--cuda-graph-bs-decode", "1", "4", "16")
 DETERMINISTIC = "--enable-deterministic-inference"
-
-
-def write_models(folder: Path, tiny: bool, full_size: bool = False) -> None:
-    """Write the two models unless they exist."""
-    for name, shape in (TINY if tiny else FULL_SIZE if full_size else MODELS).items():
-        model = folder / name
-        if (model / "config.json").exists():
-            continue
-        if tiny:
-            write_checkpoint(model, shape)
-        else:
-            write_config(model, shape)
 
 
 # ------------------------------------------------------------------------------------------------ times of steps

@@ -248,3 +248,16 @@ def test_docstrings_say_first_what_is_returned() -> None:
         if text.partition(" ")[0] in OPENINGS
     ]
     assert not found, "\n".join(found)
+
+
+def test_what_hangs_on_the_radix_tree_is_a_tail() -> None:
+    """A checkpoint is a model's weights; tails had that name once."""
+    wrong = re.compile(r"(tail|prefix|state)s?[- _]checkpoint|checkpoints?[- _](slots?|tails?)\b", re.IGNORECASE)
+    found = [
+        f"{name_of(path)}: {match[0]}"
+        for pattern in ("*.py", "*.md")
+        for path in tracked(pattern)
+        if path != Path(__file__)
+        for match in wrong.finditer(path.read_text())
+    ]
+    assert not found, "\n".join(found)

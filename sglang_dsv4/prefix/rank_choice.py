@@ -5,7 +5,8 @@ the ranks in turn: each turn of a conversation finds its prefix on one rank of s
 with the least of
 
 * tokens that wait there to be computed, and `REQUEST_TOKENS` for each request that runs or waits,
-* tokens of the prompt that the rank would have to compute (`dsv4_radix_cache.rank_index`), and
+* `COMPUTED_AGAIN` times the tokens of the prompt that the rank would have to compute
+  (`dsv4_radix_cache.rank_index`), and
 * `FULL_CACHE_TOKENS` times the share of the rank's cache that is in use, which spreads prefixes over idle ranks.
 
 Load comes from SGLang's snapshots, and from the requests that were handed out since. So a prefix that all requests
@@ -43,11 +44,14 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_RANK_CHOICE"
 
-REQUEST_TOKENS = 256
+REQUEST_TOKENS = 512
 """Prefill tokens that count as much as one more decoding request. A step of 64 requests takes 6.1 ms on an H200
-(README): a request's share is the time of 14 prefill tokens, so this is the share of some 18 steps. A conversation does
-not leave its rank for a difference of a few requests, and a prefix of 8K tokens that all requests share is computed on
-a second rank once the first has 32 requests more."""
+(`serve_ab_h200.json`): a request's share is the time of 14 prefill tokens, so this is the share of some 36 steps."""
+COMPUTED_AGAIN = 4
+"""Weight of a token that is computed on one rank although another has it. A token that waits delays the request, one
+that is computed again delays all later requests of its rank and takes the place of another. Conversations that come in
+bursts of four lose 11 to 15 % of their hits over two ranks with weight 1, 3 to 4 % with 3, and 1 to 2 % with 4 (the
+simulation of `tests/sglang_dsv4/prefix/test_rank_choice.py`)."""
 FULL_CACHE_TOKENS = 2048
 """Tokens by which a rank with a full cache counts as busier than one with an empty cache, at equal load."""
 MOST_PAGES = 1 << 17
@@ -124,7 +128,7 @@ class RankChoice:
 
         def cost(rank: int) -> tuple[float, int]:
             full = self.index.stored(rank) / self.index.pages_per_rank
-            return self.loads[rank].tokens + costs[rank] + FULL_CACHE_TOKENS * full, rank
+            return self.loads[rank].tokens + COMPUTED_AGAIN * costs[rank] + FULL_CACHE_TOKENS * full, rank
 
         return min(alive, key=cost)
 

@@ -248,6 +248,7 @@ ON_A_CPU = (
     Refusal("--enable-strict-thinking", bool, "SGLang applies its mask of tokens by a GPU kernel"),
     Refusal("--base-gpu-id", above(0), "SGLANG_CPU_OMP_THREADS_BIND chooses the cores; leave it out"),
     Refusal("--gpu-id-step", above(1), "SGLANG_CPU_OMP_THREADS_BIND chooses the cores; leave it out"),
+    Refusal("--enable-memory-saver", bool, "it gives back a GPU's memory; leave it out"),
     Refusal("--enable-forward-pass-metrics", bool, "SGLang times forwards by a GPU's events"),
 )
 

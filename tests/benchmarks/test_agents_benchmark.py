@@ -1,4 +1,4 @@
-"""The benchmark of agent programs: the shapes of its sessions, its sums, and a run against the CPU server."""
+"""The benchmarks of agent programs: the shapes of their sessions, their sums, and a small simulation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import agents
+import agents_simulation
 import pytest
-from agents import ALL, Load, Reply, figures_of
 from lib import agent_sessions
+from lib.agent_load import ALL, Load, Reply, figures_of
 from lib.agent_sessions import CLEARED, KINDS, STYLES, Request
 
 TURNS = 14
@@ -111,3 +112,20 @@ def test_servers_that_were_measured_are_not_started_again(tmp_path: Path, monkey
     assert started[2:] == [("builtin", agents.LIMIT, "512"), ("ours", agents.LIMIT, "900")]
     rows = json.loads(arguments.out.read_text())["rows"]
     assert [(row["style"], row["builtin"], row["ours"]) for row in rows] == [(style, 0.5, 0.5) for style in STYLES]
+
+
+def test_a_simulation_without_memory_pressure_hits_what_an_unbounded_cache_would() -> None:
+    """Both policies reuse whole pages of equal prompts. With reminders at the front the prompts themselves differ."""
+    budget = agents_simulation.Budget.of(65_536)
+    render, make = agents_simulation.renderers(), agents_simulation.engines(budget, 1024)
+    found = {}
+    for style, name in (("system", "builtin"), ("system", "ours"), ("user", "builtin"), ("user", "ours")):
+        sessions = Load(1, 8, 1, 0.1).requests(style, 71)
+        found[style, name] = agents_simulation.replay(sessions, render[name], make[name]())
+    for counts in found.values():
+        every = counts[ALL]
+        assert every["requests"] == sum(c["requests"] for kind, c in counts.items() if kind != ALL) == 8 + 6
+        assert 0.9 * every["bound"] < every["hit"] <= every["bound"]
+    assert found["system", "ours"] == found["user", "ours"]
+    assert found["user", "builtin"][ALL]["prompt"] == found["user", "ours"][ALL]["prompt"]
+    assert found["system", "builtin"][ALL]["bound"] < 0.5 * found["user", "builtin"][ALL]["bound"]

@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import agents
 import pytest
 import requests
-from agents import ALL, Load, figures_of
+from lib.agent_load import ALL, Load, figures_of, run
+from lib.agent_sessions import STYLES
 from serving.server import Server, flush
 
 from sglang_dsv4.cpu.random_tokenizer import WORDS
@@ -149,7 +149,7 @@ def test_another_place_gets_a_400(server: Server) -> None:
 def test_the_benchmarks_sessions_hit(server: Server) -> None:
     """Two sessions, on a server whose memory holds one of them: every kind of request is counted."""
     load = Load(sessions=2, turns=8, at_once=2, scale=0.02)
-    for style in agents.STYLES:
-        found = figures_of(*agents.run(server.url, load.requests(style, 71), load.at_once))
+    for style in STYLES:
+        found = figures_of(*run(server.url, load.requests(style, 71), load.at_once))
         assert found[ALL, "requests"] == 2 * (8 + 6)
         assert found["subagent", "hit_rate"] > 0.2 and found["grow", "hit_rate"] > 0.5

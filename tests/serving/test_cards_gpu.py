@@ -72,7 +72,7 @@ def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path, plain: tupl
 
 
 def test_two_ranks_compute_the_same(checkpoint: Path) -> None:
-    """Without the flag for equal bits SGLang chooses how ranks are summed: on Hopper as if this flag were given."""
+    """If the deterministic flag is off, SGLang chooses the sum over ranks: on Hopper as if this flag were given."""
     prompts, flags = random_prompts(3, [127, 300, 511]), ("--flashinfer-allreduce-fusion-backend", "auto")
     one, two = (likelihoods(checkpoint, prompts, *some) for some in ((), ("--tp-size", "2", *flags)))
     assert difference(one, two) < 0.05

@@ -16,8 +16,8 @@ from serving.server import SLEEP_ON_IDLE, Server, running_server
 from sglang_dsv4.prefix import rank_choice
 
 pytestmark = pytest.mark.slow
-CONVERSATIONS, TURNS, AT_ONCE = 12, 4, 4
-PAGES = 24
+CONVERSATIONS, TURNS, AT_ONCE, TURN_TOKENS = 8, 4, 4, 600
+PAGES = 36
 """Pages of one replica's pool: half of what all conversations have in the end."""
 
 
@@ -48,7 +48,7 @@ def hit_rate(server: Server) -> tuple[float, list[set[int]]]:
     def turn(job: tuple[int, int]) -> None:
         nonlocal cached, prompted
         number, i = job
-        tokens = histories[i] + some(1000 + number, 250)
+        tokens = histories[i] + some(1000 + number, TURN_TOKENS)
         sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
         response = requests.post(
             f"{server.url}/generate", json={"input_ids": tokens, "sampling_params": sampling}, timeout=300

@@ -1,4 +1,4 @@
-"""Two ranks over gloo answer as one process does: heads, output groups, experts and vocabulary are sharded, caches are
+"""Ranks over gloo answer as one process does: heads, output groups, experts and vocabulary are sharded, caches are
 not.
 
 fp32, nothing quantised: only the order of the sums over ranks differs.
@@ -25,18 +25,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers_of_two_ranks(checkpoint: Path, ep_size: int) -> list[dict]:
+def answers_of_ranks(checkpoint: Path, ranks: int, ep_size: int, groups: int) -> list[dict]:
     with pytest.MonkeyPatch.context() as env:
-        env.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        env.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(rank % 2) for rank in range(ranks)))
         with running_engine(
             model_path=str(checkpoint),
-            tp_size=2,
+            tp_size=ranks,
             ep_size=ep_size,
+            attn_dp_size=groups,
             dtype="float32",
             skip_tokenizer_init=True,
             max_total_tokens=2048,
-            max_running_requests=3,
-            chunked_prefill_size=256,
+            max_running_requests=3 * groups,
+            chunked_prefill_size=256 * groups,
             log_level="warning",
         ) as engine:
             return engine.generate(
@@ -46,9 +47,18 @@ def answers_of_two_ranks(checkpoint: Path, ep_size: int) -> list[dict]:
             )
 
 
-@pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp-2", "tp-2-ep-2"])
-def test_two_ranks(checkpoint: Path, ep_size: int) -> None:
-    answers = answers_of_two_ranks(checkpoint, ep_size)
+@pytest.mark.parametrize(
+    ("ranks", "ep_size", "groups"),
+    [
+        pytest.param(2, 1, 1, id="tp-2"),
+        pytest.param(2, 2, 1, id="tp-2-ep-2", marks=pytest.mark.slow),
+        pytest.param(2, 2, 2, id="tp-2-ep-2-dp-2", marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, id="tp-4-dp-2", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_answer_as_one(checkpoint: Path, ranks: int, ep_size: int, groups: int) -> None:
+    """With all ranks in one group, and in groups of one rank and of two with requests of their own."""
+    answers = answers_of_ranks(checkpoint, ranks, ep_size, groups)
     harness = Harness(checkpoint, max_total_tokens=2048, max_requests=2)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         output = torch.tensor(answer["output_ids"])

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import requests
-from model.checkpoint_tensors import Checkpoint, with_last
+from model.checkpoint_tensors import read, with_last
 from model.updates import buckets_of
-from safetensors.torch import load_file
 from serving.server import (
     MAX_RUNNING,
     POOL_TOKENS,
@@ -38,10 +37,6 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 PROMPT = [0, *range(40, 640)]
 NORM = "layers.1.attn_norm.weight"
 Answer = tuple[list[int], list[float]]
-
-
-def read(folder: Path) -> Checkpoint:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def answer(server: Server, prompt: list[int], tokens: int = 4) -> Answer:

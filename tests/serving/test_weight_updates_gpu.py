@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from model.checkpoint_tensors import Checkpoint
+from model.checkpoint_tensors import read
 from model.updates import buckets_of
-from safetensors.torch import load_file
 from serving.server import Server, output_logprobs, running_server
 from serving.small_release import FLAGS, SHAPE
 from serving.speculation import ask, random_prompts
@@ -31,10 +30,6 @@ Answers = list[tuple[list[int], list[float]]]
 def answers(server: Server) -> Answers:
     results = [result for at_once in (1, 16) for result in ask(server, PROMPTS[:at_once], at_once, max_new_tokens=20)]
     return [(result["output_ids"], output_logprobs(result)) for result in results]
-
-
-def read(folder: Path) -> Checkpoint:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("wo_a", ["both", "fp8", "bf16"])

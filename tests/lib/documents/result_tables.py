@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ("serve_ab_h200", served_tables.SERVED + served_tables.CHURN + served_tables.STEPS)
     ),
     "two_gpus": lambda: served_tables.served(("serve_ab_h100_x2", served_tables.SERVED + served_tables.STEPS[:1])),
+    "agents_simulation": served_tables.agents_simulation,
     "agreement": served_tables.agreement,
     "attention": kernel_tables.attention,
     "blackwell": kernel_tables.blackwell,

@@ -186,6 +186,42 @@ def prefix_simulation() -> str:
     return markdown(("", *policies), rows)
 
 
+AGENTS = {
+    "start": "first request of a session",
+    "grow": "one turn more",
+    "moved": "one turn more, the last reminder taken away",
+    "edit": "old tool results cleared",
+    "subagent": "first request of a sub-agent",
+    "compact": "history replaced by a summary",
+    "all": "all",
+}
+
+
+def agents_simulation() -> str:
+    """Hit rates of agents' sessions by kind of request, and those of an unbounded cache."""
+    found = {(row["style"], row["server"], row["kind"]): row for row in load("agents_simulation")["rows"]}
+
+    def share(style: str, server: str, kind: str, what: str = "hit") -> str:
+        row = found[style, server, kind]
+        return f"{row[what] / row['prompt']:.1%}"
+
+    def rows() -> Iterator[list[str]]:
+        for kind, label in AGENTS.items():
+            builtin = (share(style, "builtin", kind) for style in ("system", "user"))
+            ours = (share("system", "ours", kind), share("user", "ours", kind))
+            shown = ours[0] if ours[0] == ours[1] else " / ".join(ours)
+            yield [
+                label,
+                whole(found["user", "ours", kind]["requests"]),
+                *builtin,
+                shown,
+                share("user", "ours", kind, "bound"),
+            ]
+
+    head = ("requests", "number", "built-in, system messages", "built-in, user's texts", "ours, either", "unbounded")
+    return markdown(head, rows())
+
+
 def deterministic() -> str:
     """Answers compared under the deterministic flag, and how many differed."""
 

@@ -17,7 +17,7 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot
 from dsv4_radix_cache.ring import PAGE_TOKENS
 from sglang_dsv4 import env
 from sglang_dsv4.prefix import rank_choice
-from sglang_dsv4.prefix.rank_choice import FULL_CACHE_TOKENS, REQUEST_TOKENS, RankChoice
+from sglang_dsv4.prefix.rank_choice import COMPUTED_AGAIN, FULL_CACHE_TOKENS, REQUEST_TOKENS, RankChoice
 
 BOTH = [0, 1]
 
@@ -64,7 +64,7 @@ def test_a_prefix_of_all_requests_reaches_every_rank(choice: RankChoice) -> None
         running = [LoadSnapshot(timestamp=1.0 + i, dp_rank=r, num_running_reqs=ranks.count(r)) for r in BOTH]
         choice.update(running)
     assert ranks[:3] == [ranks[0]] * 3, "the prefix is found while the rank has little to do"
-    assert ranks.index(1 - ranks[0]) <= 16 * PAGE_TOKENS / REQUEST_TOKENS
+    assert ranks.index(1 - ranks[0]) <= COMPUTED_AGAIN * 16 * PAGE_TOKENS / REQUEST_TOKENS
     assert 24 <= ranks.count(0) <= 40
 
 
@@ -81,8 +81,8 @@ def test_waiting_tokens_count(choice: RankChoice) -> None:
     idle(choice, 1.0)
     tokens = prompt(0, 4 * PAGE_TOKENS)
     rank = ask(choice, tokens)
-    busy = [LoadSnapshot(timestamp=2.0, dp_rank=rank, num_waiting_uncached_tokens=4 * PAGE_TOKENS + FULL_CACHE_TOKENS)]
-    choice.update(busy)
+    waiting = COMPUTED_AGAIN * 4 * PAGE_TOKENS + FULL_CACHE_TOKENS
+    choice.update([LoadSnapshot(timestamp=2.0, dp_rank=rank, num_waiting_uncached_tokens=waiting)])
     assert ask(choice, tokens) == 1 - rank
     idle(choice, 3.0)
     assert {ask(choice, tokens), ask(choice, tokens)} == set(BOTH)
@@ -242,3 +242,31 @@ def test_two_ranks_hit_nearly_as_one_of_twice_the_cache(pages: int) -> None:
     one = hit_rate(1, 2 * pages)
     assert hit_rate(2, pages) >= 0.95 * one
     assert hit_rate(2, pages, in_turn=True) < 0.9 * one
+
+
+def burst_rate(ranks: int, pages: int, seed: int) -> float:
+    """The share of cached pages of conversations whose turns come four at once, to ranks that were idle before."""
+    rng, clock = random.Random(seed), [0.0]
+    choice, caches = RankChoice(ranks, now=lambda: clock[0]), Caches(ranks, pages)
+    histories, turns = [prompt(0, PAGE_TOKENS) for _ in range(12)], [i for i in range(12) for _ in range(4)]
+    rng.shuffle(turns)
+    for begin in range(0, len(turns), 4):
+        clock[0] += 1.0
+        capacity = pages * PAGE_TOKENS
+        idle_ranks = (LoadSnapshot(timestamp=clock[0], dp_rank=r, max_total_num_tokens=capacity) for r in range(ranks))
+        choice.update(idle_ranks)
+        for i in sorted(set(turns[begin : begin + 4])):
+            histories[i] = histories[i] + prompt(10_000 + 1000 * (begin + i), 600)
+            digests = choice.digests(histories[i], None, None)
+            rank = choice.choose(digests, range(ranks))
+            choice.note(digests, len(histories[i]), rank)
+            caches.serve(digests, rank)
+    return caches.hit / caches.asked
+
+
+@pytest.mark.parametrize("weight", [COMPUTED_AGAIN, 1], ids=["as weighted", "too light"])
+def test_bursts_do_not_scatter_conversations(weight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_choice, "COMPUTED_AGAIN", weight)
+    seeds = range(4)
+    share = sum(burst_rate(2, 58, seed) for seed in seeds) / sum(burst_rate(1, 116, seed) for seed in seeds)
+    assert share >= 0.97 if weight == COMPUTED_AGAIN else share < 0.95

@@ -12,10 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model.checkpoint_tensors import assert_same, e8m0, loaded, unfilled, with_last, with_tensor, without
+from model.checkpoint_tensors import (
+    Checkpoint,
+    assert_same,
+    e8m0,
+    loaded,
+    read,
+    unfilled,
+    with_last,
+    with_tensor,
+    without,
+)
 from model.harness import Harness
 from model.oracle import read_dequantised
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config, write_checkpoint
@@ -23,7 +32,6 @@ from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.weights.loader import CheckpointError, load_checkpoint
 from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
 
-Checkpoint = dict[str, Tensor]
 SHAPE = replace(PRESETS["nvfp4"], moe_intermediate_size=128)  # the messages below name shapes
 EXPERT = "layers.2.ffn.experts.3.w2"
 
@@ -37,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Checkpoint:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return read(folder)
 
 
 @pytest.fixture(scope="module")

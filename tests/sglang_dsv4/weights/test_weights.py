@@ -20,6 +20,7 @@ from model.checkpoint_tensors import (
     e8m0,
     empty,
     loaded,
+    read,
     unfilled,
     with_last,
     with_tensor,
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quantised(folder: Path) -> Checkpoint:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return read(folder)
 
 
 @pytest.fixture(scope="module")
@@ -419,7 +420,7 @@ def dspark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_target_of_a_dspark_checkpoint_loads(dspark_folder: Path) -> None:
     """The draft's tensors are skipped by name: a name that no draft has is unknown, with or without a stage number."""
-    tensors = {n: t for file in sorted(dspark_folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    tensors = read(dspark_folder)
     harness = Harness(dspark_folder)
     harness.model.load_weights(tensors.items())
     for name in ("mtp.1.markov_head.markov_w1.weight", "mtp.0.enorm.weight", "mtp.3.attn_norm.weight"):

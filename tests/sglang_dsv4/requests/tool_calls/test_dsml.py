@@ -290,7 +290,7 @@ def check_divisions(text: str, seed: int, few_letters: int = FEW_LETTERS) -> Non
 
 def test_generated_answers_cut_anywhere_in_pieces_of_any_size() -> None:
     """Right and broken calls in prose: valid JSON or no call, and no text is lost."""
-    assert sum(check_answer(seed) for seed in range(60)) > 60
+    assert sum(check_answer(seed) for seed in range(40)) > 40
 
 
 def test_every_division_of_an_answer_is_one_state() -> None:
