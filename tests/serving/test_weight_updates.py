@@ -83,7 +83,7 @@ def test_one_tensor(server: Server, checkpoint: Path, trained: Trainer) -> None:
 def test_failures_through_http(server: Server, checkpoint: Path, trained: Trainer) -> None:
     norm, before, named = read(checkpoint)[NORM], answer(server, PROMPT), version(server)
     refused = trained.send([(NORM, norm)])
-    assert refused.status_code == 400 and "between /begin_weight_update" in refused.text
+    assert refused.status_code == 400 and "No weight update is open" in refused.text
     trained.do("begin_weight_update")
     refused = trained.send([(NORM, with_last(norm, math.nan))], weight_version="bad")
     assert refused.status_code == 400 and "(NaN)" in refused.text
