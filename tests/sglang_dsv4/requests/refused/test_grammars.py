@@ -157,9 +157,9 @@ def test_a_grammar_that_is_compiled_while_its_request_is_refused() -> None:
 
     assert grammars.refuse_slow_grammars(late, rank.manager) == [request]
     assert "takes longer" in request.reason and rank.backend.cache == {}
-    again, rounds = rank.ask("slow" * 50)
+    again, _ = rank.ask("slow" * 50)
     assert again.grammar.text == "slow" * 50 and rank.backend.compiled["slow" * 50] == 1
-    assert list(rank.backend.cache) == [("regex", "slow" * 50)] and rounds == AT_ONCE
+    assert list(rank.backend.cache) == [("regex", "slow" * 50)]
 
 
 def test_requests_with_the_same_grammar_share_a_compilation() -> None:
