@@ -72,6 +72,22 @@ def test_a_rank_may_be_ahead_or_late() -> None:
             assert made.is_empty()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_many_interleavings(ranks: int) -> None:
+    """Random sizes, orders of arrival and late ranks; mailboxes are used again from group to group of calls."""
+    g = torch.Generator().manual_seed(ranks)
+    for seed in range(16 // ranks):
+        schedule = SCHEDULES[1 + seed % 2]
+        with group("sm90", ranks, schedule, seed) as made:
+            for turn in range(3):
+                sizes = torch.randint(1, MOST_ROWS + 1, (5,), generator=g).tolist()
+                calls = [parts_of((rows, DIM), ranks, seed + turn) for rows in sizes]
+                late = torch.nonzero(torch.rand(ranks, generator=g) < 0.3).flatten().tolist()
+                check(calls, made.sums(calls, late=late))
+            assert made.is_empty()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_parts_in_fp32(kernel: str) -> None:
     calls = [parts_of((rows, DIM), 3, rows, torch.float32) for rows in (3, 20)]
