@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import requests
-from serving.groups import KINDS, QUESTIONS, Question, at_once, bits, group_flags, shape_for, some
+from serving.groups import KINDS, QUESTIONS, Question, at_once, bits, group_flags, questions, shape_for, some
 from serving.server import TAILS, Server, flush, running_server, wait_for_files
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
@@ -82,18 +82,18 @@ def loads(server: Server) -> dict[int, dict[str, Any]]:
 def test_busy_answers_are_those_of_alone_on_every_group(running: Served) -> None:
     """Alone, all other groups are idle from start to end; at once, groups prefill while others decode, and finish at
     different times."""
-    server, groups = running.server, running.groups
+    server, groups, asked_of_all = running.server, running.groups, questions(running.kind)
     flush(server)
-    alone = {(i, g): bits(question.ask(server, g)) for i, question in enumerate(QUESTIONS) for g in range(groups)}
-    for i in range(len(QUESTIONS)):
+    alone = {(i, g): bits(question.ask(server, g)) for i, question in enumerate(asked_of_all) for g in range(groups)}
+    for i in range(len(asked_of_all)):
         assert all(alone[i, g] == alone[i, 0] for g in range(groups)), "a group has other bits"
     flush(server)
-    asked = [(i, g) for g in range(groups) for i in range(len(QUESTIONS))]
+    asked = [(i, g) for g in range(groups) for i in range(len(asked_of_all))]
     asked = asked[::2] + asked[1::2]
-    busy = at_once(server, [(QUESTIONS[i], g) for i, g in asked])
+    busy = at_once(server, [(asked_of_all[i], g) for i, g in asked])
     assert [bits(answer) for answer in busy] == [alone[one] for one in asked]
     assert running.kind == "tiers" or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
-    hits = at_once(server, [(QUESTIONS[2], g) for g in range(groups)])
+    hits = at_once(server, [(asked_of_all[2], g) for g in range(groups)])
     assert [bits(answer) for answer in hits] == [alone[2, g] for g in range(groups)]
     assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in hits), "each group has a tree of its own"
 

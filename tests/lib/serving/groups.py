@@ -72,6 +72,15 @@ QUESTIONS = (
 """Shorter and longer than a chunk; greedy and drawn."""
 
 
+def questions(kind: str) -> list[Question]:
+    """Return the questions for a kind of server: one that drafts has no seeds, so that its answers are greedy."""
+    drawing = ("temperature", "top_p", "sampling_seed") if kind in ALGORITHMS else ()
+    return [
+        with_fields(one, parameters={name: value for name, value in one.parameters.items() if name not in drawing})
+        for one in QUESTIONS
+    ]
+
+
 def bits(result: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Return the tokens of an answer and their log-probabilities."""
     return result["output_ids"], output_logprobs(result)
