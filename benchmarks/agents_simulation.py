@@ -21,13 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agents import ALL, NEW_TOKENS, SEED, Load
-from lib.agent_sessions import STYLES, Request
+from lib.agent_sessions import ALL, NEW_TOKENS, SEED, STYLES, Load, Request
+from lib.policy_memory import Budget
 from lib.prefix_replay import ReplayEngine, paged_engine, tail_engine
 from lib.prefix_traces import Bound
 from lib.servers import CONTENDERS
 from lib.versions import versions
-from prefix_simulation import Budget
 
 VOCAB_SIZE, CONTEXT_TOKENS = 1024, 1 << 16
 SGLANG_TOKENS = 163_840

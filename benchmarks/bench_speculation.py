@@ -59,9 +59,9 @@ from pathlib import Path
 from typing import Any
 
 from lib import serve_load
+from lib.model_shapes import write_models
 from lib.serve_profile import busy_us, decode_events, gpu_work
 from lib.servers import SWITCHES, Server, running
-from lib.speculation_models import write_models
 from lib.versions import versions
 
 WORKS = ("graphs", "agreement", "decode", "eagle", "dspark")

@@ -189,6 +189,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 SERVERS = "what starts a server"
 STARTS_A_SERVER = (
     "tests/serving/",
+    "tests/benchmarks/test_agents_served.py",
     "tests/benchmarks/test_serve_attention.py",
     "tests/benchmarks/test_benchmark_servers.py",
 )

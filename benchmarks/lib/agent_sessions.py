@@ -23,11 +23,16 @@ from typing import Any
 from sglang_dsv4.cpu.random_tokenizer import WORDS
 
 KINDS = ("start", "grow", "moved", "edit", "subagent", "compact")
+ALL = "all"
+"""All kinds together, in results."""
 STYLES = ("system", "user")
 """Reminders as system messages at the end, and as texts of the user's turn."""
 FRONT_WORDS, TOOLS, TOOL_WORDS = 3000, 18, 220
 TASK_WORDS, ANSWER_WORDS, REMINDER_WORDS, SUMMARY_WORDS = 400, 60, 120, 900
 RESULT_WORDS = (150, 3000)
+PROGRAMS = 2
+NEW_TOKENS = 16
+SEED = 71
 SHARE_MOVED, QUESTION_EVERY, SUBAGENT_TURNS, TURNS_AFTER_SUMMARY = 0.25, 4, 3, 3
 CLEARED = "[the result of this call was cleared]"
 
@@ -149,3 +154,21 @@ def _cleared(history: list[Message]) -> list[Message]:
 
 def _reminder(writer: Writer, style: str) -> Message:
     return {"role": style, "content": f"<system-reminder>\n{writer.text(REMINDER_WORDS)}\n</system-reminder>"}
+
+
+@dataclass(frozen=True)
+class Load:
+    """The sessions of a run."""
+
+    sessions: int
+    turns: int
+    at_once: int
+    scale: float = 1.0
+
+    def requests(self, style: str, seed: int, sessions: int | None = None) -> list[Iterator[Request]]:
+        """Return each session's requests; the programs have the same number of sessions."""
+        programs = [program(i, seed, self.scale) for i in range(PROGRAMS)]
+        return [
+            session(programs[i % PROGRAMS], i, seed, self.turns, style, self.scale)
+            for i in range(self.sessions if sessions is None else sessions)
+        ]

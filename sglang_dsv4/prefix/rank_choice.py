@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ REFRESH_S = 0.02
 """Shortest time between two readings of the snapshots."""
 ON_THE_WAY_S = 0.1
 """A snapshot includes a request if it was taken at least this long after the request was handed out."""
+FORGOTTEN_AFTER_S = 60.0
+"""A request counts no longer than this if no snapshot comes, as from a rank on another host."""
 
 
 @dataclass
@@ -70,8 +73,8 @@ class RankLoad:
     waiting_tokens: int = 0
     requests: int = 0
     capacity_tokens: int = 0
-    handed_out: list[tuple[float, float]] = field(default_factory=list)
-    """Time and tokens to compute of requests that the snapshot does not have yet."""
+    handed_out: deque[tuple[float, float]] = field(default_factory=deque)
+    """Time and tokens to compute of requests that the snapshot does not have yet, in the order of time."""
 
     def update(self, load: LoadSnapshot) -> None:
         """Take a snapshot of the rank; one that was taken before is ignored."""
@@ -79,8 +82,16 @@ class RankLoad:
             return
         self.timestamp, self.waiting_tokens = load.timestamp, load.num_waiting_uncached_tokens
         self.requests, self.capacity_tokens = load.num_running_reqs + load.num_waiting_reqs, load.max_total_num_tokens
-        known = load.timestamp - ON_THE_WAY_S
-        self.handed_out = [request for request in self.handed_out if request[0] > known]
+        self._drop(load.timestamp - ON_THE_WAY_S)
+
+    def hand_out(self, now: float, tokens: float) -> None:
+        """Note a request of which the rank computes `tokens` tokens."""
+        self._drop(now - FORGOTTEN_AFTER_S)
+        self.handed_out.append((now, tokens))
+
+    def _drop(self, until: float) -> None:
+        while self.handed_out and self.handed_out[0][0] <= until:
+            self.handed_out.popleft()
 
     @property
     def tokens(self) -> float:
@@ -135,7 +146,7 @@ class RankChoice:
     def note(self, digests: Sequence[bytes], tokens: int, rank: int) -> None:
         """Remember that a rank gets a prompt of `tokens` tokens."""
         computed = tokens - PAGE_TOKENS * self.index.has(digests, rank)
-        self.loads[rank].handed_out.append((self._now(), computed))
+        self.loads[rank].hand_out(self._now(), computed)
         self.index.note(digests, rank)
 
 

@@ -64,6 +64,7 @@ ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
 NOT_REPORTED = "the model does not report it; leave it out"
 NO_PREFILL_GRAPHS = "prefills run without CUDA graphs; leave it out"
 COLLECTIVES = "the ranks' sums by it were never compared with others; leave it out"
+CHOOSE_CARDS = "CUDA_VISIBLE_DEVICES chooses the GPUs, SGLANG_CPU_OMP_THREADS_BIND the cores; leave it out"
 PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and deepseekv4, or auto"
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
 OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
@@ -127,6 +128,9 @@ REFUSALS = (
     *flags("--enable-symm-mem --enable-mscclpp --enable-torch-symm-mem", bool, COLLECTIVES),
     Refusal("--enable-nccl-nvls", bool, f"{COLLECTIVES}, or set NCCL_NVLS_ENABLE=1 yourself"),
     Refusal("--flashinfer-allreduce-fusion-backend", other_than(None, "auto"), COLLECTIVES),
+    Refusal("--pre-warm-nccl", bool, "every rank runs a forward before the server is ready; leave it out"),
+    Refusal("--base-gpu-id", above(0), CHOOSE_CARDS),
+    Refusal("--gpu-id-step", above(1), CHOOSE_CARDS),
     *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),
     Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
     *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
@@ -191,6 +195,16 @@ REFUSALS = (
     *flags("--smg-grpc-mode --grpc-mode", bool, OUR_CHECKS),
     Refusal("--reasoning-parser", other_than(None, "auto", "deepseek-v4"), PARSERS),
     Refusal("--tool-call-parser", other_than(None, "auto", "deepseekv4"), PARSERS),
+    Refusal(
+        "--enable-strict-thinking",
+        bool,
+        "SGLang's mask of tokens was never applied to this model; a thinking budget needs no flag",
+    ),
+    Refusal(
+        "--enable-forward-pass-metrics",
+        bool,
+        "SGLang's times of forwards were never compared with this model's; --enable-metrics needs no GPU events",
+    ),
     Refusal("--tool-server", other_than(None), "SGLang runs its tools for gpt-oss only; the client runs this model's"),
     Refusal("--warmups", other_than(None), "kernels are compiled before the server is ready; leave it out"),
     Refusal(
@@ -240,16 +254,13 @@ AS_GIVEN = (
         other_than(None, "auto"),
         "a draft's experts run as the target's; leave it out",
     ),
+    Refusal("--enable-flashinfer-allreduce-fusion", bool, "SGLang chooses how ranks are summed; leave it out"),
 )
 """Values that SGLang may choose, but no user."""
 
 ON_A_CPU = (
     Refusal("--speculative-use-rejection-sampling", bool, "drafts are accepted by the target's probabilities"),
-    Refusal("--enable-strict-thinking", bool, "SGLang applies its mask of tokens by a GPU kernel"),
-    Refusal("--base-gpu-id", above(0), "SGLANG_CPU_OMP_THREADS_BIND chooses the cores; leave it out"),
-    Refusal("--gpu-id-step", above(1), "SGLANG_CPU_OMP_THREADS_BIND chooses the cores; leave it out"),
     Refusal("--enable-memory-saver", bool, "it gives back a GPU's memory; leave it out"),
-    Refusal("--enable-forward-pass-metrics", bool, "SGLang times forwards by a GPU's events"),
 )
 
 

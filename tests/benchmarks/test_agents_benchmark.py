@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import agents
 import agents_simulation
 import pytest
+from agents import Reply, figures_of
 from lib import agent_sessions
-from lib.agent_load import ALL, Load, Reply, figures_of
-from lib.agent_sessions import CLEARED, KINDS, STYLES, Request
+from lib.agent_sessions import ALL, CLEARED, KINDS, STYLES, Load, Request
+from lib.policy_memory import Budget
 
 TURNS = 14
 
@@ -116,7 +117,7 @@ def test_servers_that_were_measured_are_not_started_again(tmp_path: Path, monkey
 
 def test_a_simulation_without_memory_pressure_hits_what_an_unbounded_cache_would() -> None:
     """Both policies reuse whole pages of equal prompts. With reminders at the front the prompts themselves differ."""
-    budget = agents_simulation.Budget.of(65_536)
+    budget = Budget.of(65_536)
     render, make = agents_simulation.renderers(), agents_simulation.engines(budget, 1024)
     found = {}
     for style, name in (("system", "builtin"), ("system", "ours"), ("user", "builtin"), ("user", "ours")):

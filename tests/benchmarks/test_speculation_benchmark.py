@@ -13,8 +13,8 @@ from typing import Any
 import bench_speculation
 import pytest
 from bench_speculation import Results, Steps, compared, replays, rows_of, steps
-from lib import serve_load, speculation_models
-from lib.model_shapes import write_config
+from lib import serve_load
+from lib.model_shapes import FULL_SIZE, MODELS, write_config
 from lib.serve_load import Reply
 from lib.serve_profile import gpu_work
 from model.released_configs import FLASH, FLASH_0731
@@ -145,16 +145,16 @@ def test_answers_that_differ_are_counted() -> None:
 
 @pytest.mark.parametrize(("name", "release"), [("april", FLASH), ("dspark", FLASH_0731)])
 def test_the_full_size_is_the_releases(name: str, release: dict[str, Any]) -> None:
-    written = hf_config(speculation_models.FULL_SIZE[name])
+    written = hf_config(FULL_SIZE[name])
     assert {field: list(v) if isinstance(v := written[field], tuple) else v for field in release} == release
 
 
-@pytest.mark.parametrize("name", speculation_models.MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_its_models_are_legal(name: str, tmp_path: Path) -> None:
     """Dimensions of V4-Flash, six of its layers."""
     from transformers import AutoConfig
 
-    write_config(tmp_path, speculation_models.MODELS[name])
+    write_config(tmp_path, MODELS[name])
     config = Config.from_hf(AutoConfig.from_pretrained(tmp_path))
     assert (config.hidden_size, config.num_hidden_layers, config.n_routed_experts) == (4096, 6, 256)
     assert (config.dspark is not None) == (name == "dspark")

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import requests
-from lib.agent_load import ALL, Load, figures_of, run
-from lib.agent_sessions import STYLES
 from serving.server import Server, flush
 
 from sglang_dsv4.cpu.random_tokenizer import WORDS
@@ -143,13 +141,3 @@ def test_another_place_gets_a_400(server: Server) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {OPTION: "end"}}
     response = requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
     assert response.status_code == 400 and "late_system must be" in response.text
-
-
-@pytest.mark.slow
-def test_the_benchmarks_sessions_hit(server: Server) -> None:
-    """Two sessions, on a server whose memory holds one of them: every kind of request is counted."""
-    load = Load(sessions=2, turns=8, at_once=2, scale=0.02)
-    for style in STYLES:
-        found = figures_of(*run(server.url, load.requests(style, 71), load.at_once))
-        assert found[ALL, "requests"] == 2 * (8 + 6)
-        assert found["subagent", "hit_rate"] > 0.2 and found["grow", "hit_rate"] > 0.5

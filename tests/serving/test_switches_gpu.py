@@ -39,10 +39,9 @@ FLAG_SETS = {
     "--enable-cudagraph-gc --fp8-gemm-backend deep_gemm --moe-runner-backend dsv4 --device cuda",
     "graphs by JSON": '--cuda-graph-config {"decode":{"backend":"full","max_bs":40}} --enable-profile-cuda-graph',
     "no graphs": "--cuda-graph-backend-decode disabled --disable-decode-cuda-graph --bf16-gemm-backend torch",
-    "helpers": "--enable-layerwise-nvtx-marker --enable-strict-thinking --reasoning-parser deepseek-v4 "
-    "--enable-metrics --enable-forward-pass-metrics --numa-node 0",
+    "helpers": "--enable-layerwise-nvtx-marker --reasoning-parser deepseek-v4 --enable-metrics --numa-node 0",
 }
-"""Flags of SGLang that need a GPU. `docs/server_flags.toml` says that a flag works once its set has run."""
+"""Flags of SGLang that need a GPU."""
 LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]
 
 WATERMARK_KEY = "1a2b3c4d"

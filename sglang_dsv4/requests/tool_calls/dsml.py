@@ -123,12 +123,13 @@ class Reader:
     def _release(self, count: int) -> None:
         """Return the first characters of the held text to the caller, as text."""
         text = self._held[:count]
+        self._at_start = self._at_start and not text
         if self._reasoning and self.calls:
             if not text.strip(BLANKS):
-                return self._consume(count)
+                self._markup += text
+                return self._drop(count)
             self._out.append(self._drafted())
         self._out.append(_letters(text))
-        self._at_start = self._at_start and not text
         self._drop(count)
 
     def _drafted(self) -> str:

@@ -100,6 +100,15 @@ def test_a_snapshot_replaces_only_requests_that_it_has() -> None:
     assert choice.loads[0].tokens == REQUEST_TOKENS, "the same snapshot again"
 
 
+def test_requests_are_forgotten_without_a_snapshot() -> None:
+    clock = [10.0]
+    choice = RankChoice(1, now=lambda: clock[0])
+    for number in range(100):
+        choice.note([], 50, 0)
+        clock[0] += rank_choice.FORGOTTEN_AFTER_S / 10
+        assert len(choice.loads[0].handed_out) == min(number + 1, 10)
+
+
 @pytest.mark.parametrize("other", [("b", None), (None, "b"), ("b", "b")], ids=["extra_key", "cache_salt", "both"])
 def test_namespaces_share_nothing(choice: RankChoice, other: tuple[str | None, str | None]) -> None:
     tokens = prompt(0, 700)

@@ -296,14 +296,14 @@ def test_generated_answers_cut_anywhere_in_pieces_of_any_size() -> None:
 def test_every_division_of_an_answer_is_one_state() -> None:
     """All pairs of places, of answers that hold each state of the reader."""
     call = invoke("bash", parameter("command", "a<b"), parameter("n", "5", None))
-    for seed, text in enumerate(
-        [f"A\n\n{block(call)}\n", f"\n{invoke('bash', '{}')}<", *BROKEN_AND_SHORT, *PROSE.values()]
-    ):
+    in_a_line = f"{block(GOOD)}\t{GOOD}"  # the tab may come alone, and is no beginning of a line
+    texts = [f"A\n\n{block(call)}\n", f"\n{invoke('bash', '{}')}<", in_a_line, *SHORT, *PROSE.values()]
+    for seed, text in enumerate(texts):
         for way in range(2):
             check_divisions(text, seed + way, few_letters=10**4)
 
 
-BROKEN_AND_SHORT = [block(call) for fault, call in BROKEN.values() if len(call) < 80]
+SHORT = [block(call) for fault, call in BROKEN.values() if len(call) < 80]
 
 
 def test_a_state_that_depends_on_the_division_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
