@@ -8,7 +8,7 @@ Our sum adds in fp32 in the order of the ranks, as `rank_sum` does under --enabl
 same bits. So it serves under the flag, too, and a larger part is gathered there.
 
 The mailboxes are made while the target model is built, before SGLang measures the memory that is left for pools. If a
-rank does not send its part within `TIME_LIMIT_SECONDS`, the others name it in the log and end the server.
+rank does not send its part in time, the others name it in the log and end the server.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import torch
 from sglang.srt.distributed import get_tp_group
@@ -37,8 +38,10 @@ VARIABLE = "SGLANG_DSV4_ALL_REDUCE"
 MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
 """By ranks: bytes of the largest part that our kernel sums. It sends a part to every other rank, so a library that cuts
 parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
-TIME_LIMIT_SECONDS = 120.0
-"""Longer than a rank is busy with anything but a forward, such as a kernel that is compiled when it is first needed."""
+SECONDS_IN_GRAPHS = 240.0
+"""That a captured sum waits for a part. SGLang's watchdog ends a server after 300 s, and names no rank."""
+SECONDS = 1800.0
+"""That any other sum waits: while a server starts, one rank may compile DeepGEMM's kernels for many minutes."""
 WATCH_SECONDS = 1.0
 
 _mailboxes: Mailboxes | None = None
@@ -78,7 +81,7 @@ def set_up(device: torch.device) -> None:
 
         most = MOST_BYTES[group.world_size]
         try:
-            made = peer_memory.connect(group.device_group, group.cpu_group, device, most, TIME_LIMIT_SECONDS)
+            made = peer_memory.connect(group.device_group, group.cpu_group, device, most, SECONDS)
             peer_memory.try_out(made, group.cpu_group, device)
         except peer_memory.CannotConnectError as error:
             reason = str(error)
@@ -104,7 +107,15 @@ def total(part: Tensor) -> Tensor | None:
     num_bytes = part.numel() * part.element_size()
     if _mailboxes is None or num_bytes > _mailboxes.most_bytes or num_bytes % VECTOR_BYTES:
         return None
-    return all_reduce(part.contiguous(), _mailboxes)
+    boxes = _mailboxes
+    if _is_captured(part):
+        boxes = replace(boxes, time_limit=int(SECONDS_IN_GRAPHS * 1e9))
+    return all_reduce(part.contiguous(), boxes)
+
+
+def _is_captured(part: Tensor) -> bool:
+    """Whether a CUDA graph is captured on the stream of a part."""
+    return part.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _obstacle(ranks: int, device: torch.device) -> str:
@@ -122,9 +133,9 @@ def _watch(mailboxes: Mailboxes) -> None:
     while not (late := mailboxes.late_ranks()):
         time.sleep(WATCH_SECONDS)
     logger.error(
-        "a sum over ranks waited %.0f s for a part of rank %s: that process hangs, has ended, or computes another "
-        "batch; its log says more. This server ends",
-        mailboxes.time_limit / 1e9,
+        "a sum over ranks waited %.0f s or more for a part of rank %s: that process hangs, has ended, or computes "
+        "another batch; its log says more. This server ends",
+        SECONDS_IN_GRAPHS,
         ", ".join(map(str, late)),
     )
     os.kill(os.getppid(), signal.SIGQUIT)  # as SGLang's watchdog: the launcher ends all processes

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -127,8 +128,11 @@ def test_another_word_is_refused(set_up: Callable[..., list[str]]) -> None:
 def test_small_parts_go_through_the_mailboxes(under_flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts use the mailboxes with the flag and without it; larger parts are summed as without mailboxes."""
 
+    limits: list[int] = []
+
     def summed(part: Tensor, boxes: Mailboxes) -> Tensor:
-        assert part.is_contiguous() and boxes is peer_sums._mailboxes
+        assert part.is_contiguous() and boxes == replace(peer_sums._mailboxes, time_limit=boxes.time_limit)
+        limits.append(boxes.time_limit // 10**9)
         return part * 10
 
     monkeypatch.setattr(peer_sums, "all_reduce", summed)
@@ -150,6 +154,11 @@ def test_small_parts_go_through_the_mailboxes(under_flag: bool, monkeypatch: pyt
             monkeypatch.setattr(peer_sums, "_mailboxes", boxes)
             part = torch.ones(64 if rows > 0 else 63, abs(rows)).T  # 256 bytes a row, or no multiple of 16
             assert torch.equal(rank_sum.sum_over_ranks(part, ALL_ROWS), part * factor), rows
+        assert limits == [3, 3]
+        monkeypatch.setattr(peer_sums, "_mailboxes", made)
+        monkeypatch.setattr(peer_sums, "_is_captured", lambda _: True)
+        rank_sum.sum_over_ranks(torch.ones(1, 64), ALL_ROWS)
+        assert limits[2:] == [240]  # a captured sum gives up before SGLang's watchdog
     finally:
         registry.require_batch_invariance(False)
 
@@ -167,5 +176,5 @@ def test_a_late_rank_ends_the_server(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
     peer_sums._watch(boxes)
     (record,) = [record for record in caplog.records if record.name == peer_sums.__name__]
-    assert record.levelno == logging.ERROR and "waited 3 s for a part of rank 1:" in record.getMessage()
+    assert record.levelno == logging.ERROR and "waited 240 s or more for a part of rank 1:" in record.getMessage()
     assert len(looks) == 3 and sent == [(os.getppid(), signal.SIGQUIT)]
