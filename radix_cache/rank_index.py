@@ -79,12 +79,6 @@ class RankIndex:
         while len(used) > self.pages_per_rank:
             self._forget(used.popitem(last=False)[0], rank)
 
-    def forget_rank(self, rank: int) -> None:
-        """Forget all pages of a rank, whose cache is empty."""
-        for digest in self._of_rank[rank]:
-            self._forget(digest, rank)
-        self._of_rank[rank].clear()
-
     def _forget(self, digest: bytes, rank: int) -> None:
         page = self._pages[digest]
         page.ranks.discard(rank)

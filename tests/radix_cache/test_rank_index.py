@@ -42,15 +42,12 @@ def test_a_beginning_that_many_prompts_share_counts_for_one_share() -> None:
     assert index.costs(pages(1, 2, 99)) == [PAGE_TOKENS, 2 * PAGE_TOKENS / 4 + PAGE_TOKENS]
 
 
-def test_pages_are_bounded_and_forgotten_together() -> None:
+def test_pages_are_bounded() -> None:
     index = RankIndex(2, 4)
     for name in range(100):
         index.note(pages(1, name, name + 1000), name % 2)
         assert index.stored(0) <= 4 and index.stored(1) <= 4 and len(index) <= 8
     assert index.costs(pages(1, 98, 1098))[0] == 0
-    index.forget_rank(0)
-    index.forget_rank(1)
-    assert len(index) == 0 and index.stored(0) == 0
 
 
 def test_followers_are_counted_down() -> None:
