@@ -17,7 +17,7 @@ from dsv4_kernels.host import compile_cache
 from dsv4_kernels.model_shapes import Option
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.determinism import checks, sglang_operators
-from sglang_dsv4.layers import fp8_linear, sequence_parallel
+from sglang_dsv4.layers import data_parallel, fp8_linear, sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input, ReferenceLinearConfig, quantised_linear_config
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.seam import compat
@@ -269,6 +269,7 @@ def test_its_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launch, "load_or_compile", lambda name, plan, arch, compile: made.append((name, plan, arch)))
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(sequence_parallel, "may_be", lambda: False)
+    monkeypatch.setattr(data_parallel, "is_on", lambda: False)
     for job in fp8.compile_jobs(model_shapes(config(), GEOMETRY, 64, cuda), "sm_90a"):
         job()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}

@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from torch import nn
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.layers import sequence_parallel
+from sglang_dsv4.layers import data_parallel, sequence_parallel
 from sglang_dsv4.layers.linear import Fp8Input
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, FEWEST_TOKENS, RowShards
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM
@@ -123,6 +123,7 @@ def test_streams_are_gathered_only_if_they_are_read(mode: CaptureHiddenMode, mon
     model.model, model.lm_head = lambda *arguments: (row, streams, []), None
     model.logits_processor = lambda *arguments, **for_draft: given.update(for_draft)
     monkeypatch.setattr(sequence_parallel, "of_forward", lambda mode, tokens: Rows(tokens, 2, 0))
+    monkeypatch.setattr(data_parallel, "is_on", lambda: False)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, capture_hidden_mode=mode)
     model(torch.zeros(6), torch.zeros(6), batch)
     if mode is CaptureHiddenMode.NULL:
