@@ -13,6 +13,7 @@ from sglang_dsv4.seam.hook_kinds import KINDS, Hook, Kind, Process
 
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
+EXPRESSIONS = "re"
 DISPATCHER = "_request_dispatcher"
 PROCESSOR = "_processor"
 FP8_PRODUCT = "w8a8_block_fp8_linear"
@@ -284,6 +285,9 @@ HOOKS = (
          Process.SCHEDULER, "sglang_dsv4.warmup.cuda_graphs:model_type_for_epilogue",
          "draft acceptance is captured in DSpark's verify graph", "a target can ask for that epilogue"),
     # ---- the scheduler: requests
+    Hook("sglang.srt.managers.schedule_batch.Req._check_str_based_finish", Kind.AROUND, Process.SCHEDULER,
+         f"{_REFUSED}.stop_patterns:check_within_limit",
+         "a `stop_regex` that is searched for too long gets a 400", "SGLang limits the time of that search"),
     Hook("sglang.srt.managers.scheduler.validate_input_length", Kind.AFTER, Process.SCHEDULER,
          f"{_REFUSED}.token_ids:refuse_unknown_token_ids", "token ids outside the vocabulary get a 400", _VALIDATES),
     Hook("sglang.srt.managers.scheduler.Scheduler.abort_request", Kind.AROUND, Process.SCHEDULER,
@@ -436,6 +440,9 @@ HOOKS = (
     Hook(f"sglang.srt.managers.scheduler.Scheduler.{DISPATCHER}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_REQUESTS}.failures:guard", "a request whose handler raises is answered with the reason "
          "(`requests.failures.start`)", "SGLang's scheduler survives a handler that raises"),
+    Hook(f"sglang.srt.managers.schedule_batch.{EXPRESSIONS}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_REFUSED}.stop_patterns:timed", "a search for `stop_regex` ends "
+         "(`requests.refused.stop_patterns.check_within_limit`)", "SGLang limits the time of that search"),
     Hook(f"sglang.srt.entrypoints.http_server.{GENERATE_ROUTE}", Kind.ATTRIBUTE, Process.LAUNCHER,
          f"{_REQUESTS}.failures:refuse_streams", "a stream of `/generate` that begins with an error is a 400 "
          "(`requests.failures.note_model_and_answer_errors`)", "SGLang begins a stream after the request is accepted"),

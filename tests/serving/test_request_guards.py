@@ -53,6 +53,10 @@ CASES = {
     "audio-of-one-of-two": (*generate(input_ids=[[5], [6]], audio_data=[None, "x.wav"]), "takes text only"),
     "video": (*generate(video_data=["x.mp4"]), "takes text only"),
     "a-stop-that-is-no-regex": (*sampled(stop_regex="("), "not a regular expression"),
+    "a-stop-that-is-searched-without-an-end": (
+        *sampled(stop_regex="(?:.|\\s)*" * 12 + "[\\x00-\\x02]", max_new_tokens=100, ignore_eos=True),
+        "took longer than 0.1 s",
+    ),
     "a-stop-in-chat-that-is-none": (*chat(stop_regex=["a", "["]), "not a regular expression"),
     "a-schema-of-itself": (*sampled(json_schema=json.dumps(ENDLESS)), "no text fulfils"),
     "a-schema-of-itself-in-chat": (*chat(response_format=format_of(ENDLESS)), "no text fulfils"),

@@ -36,7 +36,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.requests.refused import fields
+from sglang_dsv4.requests.refused import fields, stop_patterns
 from sglang_dsv4.seam.live import live_parts, serves_deepseek_v4
 
 if TYPE_CHECKING:
@@ -131,10 +131,7 @@ def check_text_parameters(params: SamplingParams, *args: object, **kwargs: objec
         return
     patterns = params.stop_regex or []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"stop_regex {pattern!r} is not a regular expression: {error}.") from error
+        stop_patterns.check(pattern)
     for name, longest in GRAMMARS.items():
         length = len(getattr(params, name) or "")
         if length > longest:
