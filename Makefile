@@ -33,7 +33,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_P
 # A part of the slow tests: shard 2/8, or HASH/8 for the one that a commit's hash chooses; no test begins after MINUTES.
 PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
 # Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
-TEST_NEEDS := DSV4_TESTS_NEED="cutlass torch"
+TEST_NEEDS := DSV4_TESTS_NEED="cuda.bindings cutlass torch"
 
 .PHONY: help setup checkpoint serve test test-slow compat dist lint format clean
 .DEFAULT_GOAL := help

@@ -62,7 +62,7 @@ def check(pattern: str) -> None:
 
 
 def timed(before: Any, module: object) -> type[TimedExpressions]:
-    """What stands in place of `re` in SGLang's module while it looks for the end of an answer."""
+    """The stand-in for `re` in SGLang's module while it looks for the end of an answer."""
     return TimedExpressions
 
 
