@@ -73,6 +73,8 @@ class Tree:
                     return self._in_class(module, node, names[1:], seen)
                 case ast.Assign() | ast.AnnAssign() if names[0] in assigned(node):
                     return Found(module, names[0], NO_NODE)
+                case ast.Import() if names[0] in {alias.asname or alias.name for alias in node.names}:
+                    return Found(module, names[0], NO_NODE)
                 case ast.ImportFrom() if (alias := imported(node, names[0])) is not None:
                     source = absolute(node, module, self._is_package(module))
                     if self.module(f"{source}.{alias}") is not None:
