@@ -120,7 +120,7 @@ def block_without_itself(plant: Plant) -> None:
 
 
 def block_a_position_late(plant: Plant) -> None:
-    plant.wrap(plant.model.model, "forward", lambda original, x, positions, ids: original(x, positions + 1, ids))
+    plant.wrap(plant.model.model, "forward", lambda original, x, positions, *rest: original(x, positions + 1, *rest))
 
 
 def wrong_noise(plant: Plant) -> None:
