@@ -54,7 +54,7 @@ UNUSED = (
     *("**/*.a", "**/*.pyi", "**/__pycache__", "*.data", "share", "bin", "include", "torch/bin/protoc*", "functorch"),
     *("torchgen/packaged/autograd", "triton/backends/amd/lib"),
     *("triton/backends/nvidia/lib/cupti*", "triton/_C/libproton.so", "triton/instrumentation"),
-    *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so"),
+    *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so.*"),
     *("sgl_kernel/sm100", "sgl_kernel/infllm_ops*", "sgl_kernel/flash_ops*"),
     *("flashinfer/data/csrc/*sm100*", "flashinfer/data/csrc/*sm12*", "flashinfer/data/csrc/blackwell*"),
     *("flashinfer/data/csrc/fmha_v2*", "flashinfer/data/cutlass/tools/library"),
