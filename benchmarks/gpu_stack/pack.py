@@ -64,7 +64,7 @@ UNUSED = (
 # import.
 NEEDED = (
     *("torch/bin/torch_shm_manager", "torch/testing/_internal/distributed/*.py", "triton/backends/amd/*.py"),
-    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "nvidia/nccl/lib/libnccl.so.2"),
+    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "z3/lib/libz3.so", "nvidia/nccl/lib/libnccl.so.2"),
 )
 FAT_BINARY_MAGIC = 0xBA55ED50
 STRIP_FROM_BYTES = 500_000
