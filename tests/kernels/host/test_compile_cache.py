@@ -207,7 +207,7 @@ def test_a_function_that_does_not_export_works_all_the_same(
     assert "is not kept: no symbols" in caplog.text and not objects(folder)
 
 
-def test_what_nobody_has_loaded_for_long_is_deleted(folder: Path) -> None:
+def test_a_kernel_that_no_process_has_loaded_for_long_is_deleted(folder: Path) -> None:
     old, used, new = (Counted(Config(factor=factor)) for factor in (2, 3, 4))
     old.get()
     used.get()
