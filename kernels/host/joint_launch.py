@@ -38,7 +38,7 @@ class Part:
 
     name: str
     configuration: Hashable
-    """Its compile-time parameters; their repr is a key on disk."""
+    """The compile-time parameters; their repr is a key on disk."""
     arguments: type
     """NamedTuple of its dynamic arguments."""
     body: Callable[..., None]

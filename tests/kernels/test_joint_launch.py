@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from ops.joint_cases import FLASH_TP4, NAMES, PRODUCTS, SMALL, assert_same, case
 from ops.number_formats import same_bits
 from ops.row_kernels import poisoned
 
-from dsv4_kernels import registry
+from dsv4_kernels import joint_launches, registry
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host import joint_launch
+from dsv4_kernels.kv_layout import RowFormat
+from dsv4_kernels.model_shapes import AttentionShapes, ModelShapes
 from dsv4_kernels.moe import swiglu_fp8
 from dsv4_kernels.quant import fp8_quantise
-from dsv4_kernels.router import route_topk_logits
+from dsv4_kernels.router import route_hash_logits, route_topk_logits
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 CPU = torch.device("cpu")
@@ -58,7 +61,9 @@ def test_two_parts_are_one_launch() -> None:
     check("choice", "sm90", 5)
 
 
-def listed_choice(tokens: int, experts: int, device: torch.device, kernel: str, joined: bool) -> tuple:
+def listed_choice(
+    tokens: int, experts: int, device: torch.device, kernel: str, joined: bool, hashed: bool = False
+) -> tuple:
     """The choice of experts, the list of their work, and the shared expert's SwiGLU; see `check_list`."""
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import NARROW
@@ -68,7 +73,12 @@ def listed_choice(tokens: int, experts: int, device: torch.device, kernel: str, 
     gate_up, bias = gate_up.bfloat16(), torch.zeros(experts, device=device)
     with joint_launch.joined() if joined else contextlib.nullcontext():
         with joint_launch.chained():
-            weights, chosen = route_topk_logits(logits, bias, 6, 1.5, impl=kernel)
+            if hashed:
+                ids = torch.arange(tokens, device=device)
+                table = torch.randint(0, experts, (tokens, 6), generator=generator, dtype=torch.int32).to(device)
+                weights, chosen = route_hash_logits(logits, table, ids, 1.5, impl=kernel)
+            else:
+                weights, chosen = route_topk_logits(logits, bias, 6, 1.5, impl=kernel)
             listed = launch.list_work(weights, chosen, experts // 2, 5, NARROW)
         codes, scales = swiglu_fp8(gate_up, 10.0, True, impl=kernel)
     return weights, chosen, codes, scales, listed
@@ -95,15 +105,15 @@ def check_list(found: tuple, expected: tuple) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["late", "random", "random_warps"])
-@pytest.mark.parametrize("tokens", [1, 16])
-def test_a_chain_is_a_part(tokens: int, schedule: str) -> None:
+@pytest.mark.parametrize(("tokens", "hashed"), [(1, False), (16, False), (16, True)])
+def test_a_chain_is_a_part(tokens: int, hashed: bool, schedule: str) -> None:
     """The list reads what the router has written in the same launch."""
     from ptx_emulator import Checks, emulated
 
     made, options = [], {"schedule": schedule, "checks": Checks.strict()}
     for joined in (False, True):
         with dependent_launch.switched(True), emulated(arch="sm_90a", **options) as device:
-            made.append(listed_choice(tokens, 40, CPU, "sm90", joined))
+            made.append(listed_choice(tokens, 40, CPU, "sm90", joined, hashed))
         assert len(device.reports) == (1 if joined else 3)
         assert not [warning for report in device.reports for warning in report.warnings]
     check_list(made[1], made[0])
@@ -160,8 +170,46 @@ def test_two_ctas_fit_a_multiprocessor(rows: int, tokens: int, monkeypatch: pyte
     assert found["stack_bytes"] == 0 and found["registers"] <= 168, found
 
 
+def test_every_joint_launch_of_a_step_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The jobs for Flash on one of four ranks, with packed experts and with others, are the launches that its shapes
+    make."""
+    made = set()
+    monkeypatch.setattr(joint_launch, "_launch", lambda noted: made.add(tuple(one.part.key for one in noted)))
+    for tokens in (1, 16):
+        for name in NAMES:
+            if name not in ("csa_3", "hca_3"):
+                case_of(name, FLASH_TP4, tokens, "sm90", CPU).jointly()
+        for hashed in (False, True):
+            listed_choice(tokens, 256, CPU, "sm90", joined=True, hashed=hashed)
+    attention = AttentionShapes((), 16, 512, 64, 128, RowFormat.FP8, torch.bfloat16, CPU)
+    model = ModelShapes(
+        attention=attention,
+        hidden_size=4096,
+        norm_dims=(1024,),
+        quantises_inputs=True,
+        fewest_own_rows=0,
+        entry_dims=((4, (512, 128)), (128, (512,))),
+        index_heads=64,
+        index_fp4=True,
+        step_mappings=(),
+        experts=256,
+        experts_per_token=6,
+        routes_by_token_id=True,
+        fp8_linear_tokens=64,
+        shared_channels=512,
+        joins_launches=True,
+    )
+    jobs = [
+        tuple(part.key for part in job.args[0])
+        for packed in (False, True)
+        for job in joint_launches.compile_jobs(replace(model, packed_experts=packed), "sm_90a")
+    ]
+    assert set(jobs) == made
+    assert len(joint_launches.compile_jobs(replace(model, fp8_linear_tokens=0), "sm_100a")) == 4
+
+
 def test_a_block_with_one_part_is_the_ops_own_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a block without parts, such as one of a CPU's ops, launches nothing."""
+    """A block without parts, such as one of a CPU's ops, launches nothing."""
     alone: list[str] = []
     part = joint_launch.Part("a", 1, tuple, print, threads=32)
     with joint_launch.joined():
@@ -199,7 +247,7 @@ def test_misuse_is_an_error_and_leaves_no_block_open() -> None:
 @pytest.mark.parametrize("tokens", [1, 4, 8, 9, 16])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_gives_the_bits_of_separate_launches(kernel_on_gpu: Callable[[str], str], name: str, tokens: int) -> None:
-    """Also in replays of a graph, where launches overlap: a kernel that reads before it waits is wrong only
+    """A graph is replayed many times, where launches overlap: a kernel that reads before it waits is wrong only
     sometimes."""
     kernel, device = kernel_on_gpu("norm_rope_store"), torch.device("cuda")
     if name in PRODUCTS and kernel != "sm90":
