@@ -26,8 +26,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import Tensor
 
 from dsv4_kernels.all_reduce import all_reduce
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import VECTOR_BYTES
+from dsv4_kernels.host.mailboxes import VECTOR_BYTES, Mailboxes
 from sglang_dsv4 import env
 from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.model_config.config import ConfigError

@@ -19,8 +19,7 @@ from ops.row_kernels import ARCH, KERNELS
 from torch import Tensor
 
 from dsv4_kernels.all_reduce import all_reduce, gpu
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import BUFFERS, MOST_CHANNELS, MOST_RANKS, VECTOR_BYTES, Plan
+from dsv4_kernels.host.mailboxes import BUFFERS, MOST_CHANNELS, MOST_RANKS, VECTOR_BYTES, Mailboxes, Plan
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
+from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 DIM = 4096

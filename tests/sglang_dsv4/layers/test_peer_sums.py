@@ -15,9 +15,8 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.all_reduce import peer_memory
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
 from dsv4_kernels.all_reduce.peer_memory import CannotConnectError
-from dsv4_kernels.all_reduce.plan import Plan
+from dsv4_kernels.host.mailboxes import Mailboxes, Plan
 from sglang_dsv4.layers import peer_sums, rank_sum
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
 from sglang_dsv4.model_config.config import ConfigError
