@@ -13,11 +13,12 @@ from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.device.peer_words import peers_of
+from dsv4_kernels.host import mailboxes
 from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
-from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS, Mailboxes
+from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
 from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import (
@@ -61,34 +62,46 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_launcher("hyper_connection", plan, arch, HyperConnection(plan).launch, arguments, Int32)
 
 
-def with_parts(plan: Plan, mailboxes: Mailboxes, num_tokens: int, parts: torch.dtype) -> Plan | None:
+def with_parts(
+    plan: Plan, boxes: mailboxes.Plan, clusters_at_once: int, num_tokens: int, parts: torch.dtype
+) -> Plan | None:
     """The plan that sums parts through the mailboxes of a group; None if its launch does not fit.
 
-    All clusters of a launch must run at once on every GPU of the group, and every CTA needs a channel of the mailboxes.
     The answer is the same on all ranks.
+
+    Args:
+        plan: without ranks.
+        boxes: geometry of the mailboxes; every CTA of a launch needs a channel.
+        clusters_at_once: that every GPU of the group runs; all clusters of a launch must be resident at once.
+        num_tokens: of the launch.
+        parts: dtype of the parts.
     """
-    boxes, clusters = mailboxes.plan, -(-num_tokens // plan.tokens)
-    fits = plan.teams == 1 and clusters <= min(mailboxes.clusters, boxes.channels // CLUSTER)
-    if not fits or plan.threads > boxes.threads:
+    clusters = -(-num_tokens // plan.tokens)
+    fits = plan.teams == 1 and clusters <= min(clusters_at_once, boxes.channels // CLUSTER)
+    if not plan.has_a_kernel or not fits or plan.threads > boxes.threads:
         return None
     made = replace(plan, ranks=boxes.ranks, fp32_parts=parts == torch.float32, sender_threads=boxes.threads)
     return made if made.places <= boxes.places else None
 
 
-def most_tokens_of_parts(mailboxes: Mailboxes, dim: int, parts: torch.dtype) -> int:
+def most_tokens_of_parts(boxes: mailboxes.Mailboxes, dim: int, parts: torch.dtype) -> int:
     """The most tokens that `hc_boundary_of_parts` takes, with any smaller number; 0 if it takes none.
 
     The answer is the same on all ranks.
 
     Args:
-        mailboxes: of the group.
+        boxes: of the group.
         dim: d.
         parts: dtype of the parts.
     """
+    return _most_tokens_of_parts(boxes.plan, boxes.clusters, dim, parts)
 
+
+@functools.cache
+def _most_tokens_of_parts(boxes: mailboxes.Plan, clusters: int, dim: int, parts: torch.dtype) -> int:
     def fits(num_tokens: int) -> bool:
         plan = chosen(num_tokens, dim, PRE_ROWS, True, False)
-        return with_parts(plan, mailboxes, num_tokens, parts) is not None
+        return with_parts(plan, boxes, clusters, num_tokens, parts) is not None
 
     return max(itertools.takewhile(fits, range(1, max(MOST_TOKENS.values()) + 1)), default=0)
 
@@ -154,7 +167,7 @@ def run(
     tokens: int | None = None,
     teams: int = 1,
     fp8: bool = False,
-    mailboxes: Mailboxes | None = None,
+    boxes: mailboxes.Mailboxes | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -170,7 +183,7 @@ def run(
         tokens: of a token group; None chooses both `tokens` and `teams`.
         teams: of a CTA.
         fp8: whether the normed mixture is also made as e4m3.
-        mailboxes: through which y, of which each rank has a part, is summed; None if y is the whole output.
+        boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -187,16 +200,16 @@ def run(
     plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters
-    if mailboxes is not None:
-        made_of_parts = with_parts(plan, mailboxes, num_tokens, y.dtype)
+    if boxes is not None:
+        made_of_parts = with_parts(plan, boxes.plan, boxes.clusters, num_tokens, y.dtype)
         if made_of_parts is None:
-            most = most_tokens_of_parts(mailboxes, dim, y.dtype)
+            most = most_tokens_of_parts(boxes, dim, y.dtype)
             raise ValueError(
                 f"{op}: {num_tokens} tokens in groups of {plan.tokens}; these mailboxes and GPUs take at most {most} "
                 f"tokens of {dim} channels in {y.dtype}. Sum the parts first (all_reduce), then call hc_boundary"
             )
         plan = made_of_parts
-    _check(op, {"y": y}, (torch.bfloat16,) if mailboxes is None else (torch.bfloat16, torch.float32))
+    _check(op, {"y": y}, (torch.bfloat16,) if boxes is None else (torch.bfloat16, torch.float32))
     _check(op, {"streams": streams}, (torch.bfloat16,))
     _check(op, {"post": post, "comb": comb}, (torch.float32,))
     _check(op, {"fn": fn, "base": base, "scale": scale}, (torch.float32,), dense=True)
@@ -238,8 +251,8 @@ def run(
             out_scales=address(scales),
             scale_block_stride=places.scale_block_bytes if fp8 else 0,
         )
-        if mailboxes is not None:
-            arguments = ArgumentsOfParts(*arguments, peers_of(mailboxes))
+        if boxes is not None:
+            arguments = ArgumentsOfParts(*arguments, peers_of(boxes))
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
@@ -293,7 +306,7 @@ def hc_boundary(
 def hc_boundary_of_parts(
     name: str,
     part: Tensor,
-    mailboxes: Mailboxes,
+    boxes: mailboxes.Mailboxes,
     streams: Tensor,
     post: Tensor,
     comb: Tensor,
@@ -309,7 +322,7 @@ def hc_boundary_of_parts(
     """`dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
     written_back, parameters, numbers = (part, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
-    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, mailboxes=mailboxes)
+    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, boxes=boxes)
 
 
 def hc_enter(

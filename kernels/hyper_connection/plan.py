@@ -58,7 +58,7 @@ class Plan:
 
     def check(self) -> None:
         """Raises ValueError for a width that the kernel does not support."""
-        if self.dim % DIM_UNIT or not 0 < self.dim <= MAX_DIM:
+        if not self.has_a_kernel:
             raise ValueError(
                 f"the hyper-connection kernels take d in multiples of {DIM_UNIT} up to {MAX_DIM}; got {self.dim}. "
                 "Choose the reference (impl='ref') for other widths"
@@ -68,6 +68,11 @@ class Plan:
         assert self.teams == 1 or self.fits, self
         # A channel of the mailboxes is used once a launch.
         assert not self.ranks or (self.post and self.teams == 1 and self.sender_threads >= self.threads), self
+
+    @property
+    def has_a_kernel(self) -> bool:
+        """Whether the kernel supports the width."""
+        return self.dim % DIM_UNIT == 0 and 0 < self.dim <= MAX_DIM
 
     @property
     def fits(self) -> bool:

@@ -161,7 +161,7 @@ def test_may_begin_early() -> None:
 
 
 def test_what_is_refused() -> None:
-    boxes = Mailboxes(None, 0, Plan.of(2, 64), (0, 0), *(torch.zeros(2, dtype=torch.int32),) * 3, 1)
+    boxes = Mailboxes(None, 0, Plan.of(2, 64), (0, 0), *(torch.zeros(2, dtype=torch.int32),) * 3, 1, 16)
     for part in (torch.zeros(4, 8, dtype=torch.float16), torch.zeros(8, 4, dtype=torch.bfloat16).T):
         with pytest.raises(ValueError, match="expected contiguous bf16 or fp32"):
             all_reduce(part, boxes)

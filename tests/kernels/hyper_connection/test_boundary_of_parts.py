@@ -54,7 +54,7 @@ class Boundary:
 
         i = self.inputs
         arguments = (i.streams, (y, i.post, i.comb), (i.fn, i.base, i.scale), i.weight, NORM_EPS, HC_EPS, ITERATIONS)
-        return gpu.run(self.kernel, "test", 24, *arguments, tokens=self.tokens, fp8=self.fp8, mailboxes=mailboxes)
+        return gpu.run(self.kernel, "test", 24, *arguments, tokens=self.tokens, fp8=self.fp8, boxes=mailboxes)
 
     def __call__(self, rank: int, boxes: Mailboxes) -> tuple[Tensor, ...]:
         return self.run(self.parts[rank], boxes)

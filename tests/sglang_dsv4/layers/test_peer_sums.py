@@ -26,7 +26,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 def mailboxes(most_bytes: int = 4096) -> Mailboxes:
     zeros = torch.zeros(2, dtype=torch.int32)
-    return Mailboxes(None, 0, Plan.of(2, most_bytes), (0, 0), zeros, zeros, zeros.clone(), 3 * 10**9)
+    return Mailboxes(None, 0, Plan.of(2, most_bytes), (0, 0), zeros, zeros, zeros.clone(), 3 * 10**9, 16)
 
 
 @pytest.fixture
