@@ -22,7 +22,8 @@ The bit lies in device memory, so a CUDA graph can be replayed any number of tim
 overflows. EMPTY words of sum k are in place before the next writer: the end of a grid and the start of the next one in
 the stream order all accesses of the system, and the part of sum k + 1 is sent after it.
 
-Sums of one group must run on one stream, in one order on all ranks: two at once would share channels.
+Sums of one group must run on one stream, in one order on all ranks: two at once would share channels. A boundary that
+sums (`hyper_connection/parts.py`) is such a sum.
 
 A thread that waits longer than the limit stores 1 for the missing sender to `late`, which the host reads, returns NaN,
 and marks the mailbox as failed: later sums wait only a moment and return NaN, so the host soon gets control. A failed
