@@ -14,9 +14,11 @@ With --boundary the sum and the boundary to the next sublayer (`hc_boundary`, wi
 BOUNDARIES with weights of their own, so that they come from memory as in a model:
 
     fused          `hc_boundary_of_parts`, one launch
+    fused_wide     as fused, with one CTA a multiprocessor and more of the weights in its shared memory
     ours           `all_reduce`, then `hc_boundary`
     nccl           NCCL's sum, then `hc_boundary`
     boundary       `hc_boundary` alone
+    boundary_wide  as boundary, with one CTA a multiprocessor
 
 First ours is compared bit by bit with the definition at every size, eagerly and in a graph; if a bit differs nothing is
 timed. Then CALLS calls of a contender on inputs of their own are captured in a CUDA graph, and the graphs are replayed
@@ -40,10 +42,12 @@ from lib.measuring import gpu_state
 from lib.versions import versions
 from torch import Tensor, distributed
 
+from dsv4_kernels import registry
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
 from dsv4_kernels.host.mailboxes import FEWEST_THREADS, MOST_CHANNELS, MOST_THREADS, Mailboxes
 from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts
 from dsv4_kernels.hyper_connection.gpu import most_tokens_of_parts
+from dsv4_kernels.hyper_connection.gpu import run as run_boundary
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -189,6 +193,7 @@ class Rank:
         return graph
 
 
+CHAINS = ("fused", "fused_wide", "ours", "nccl", "boundary", "boundary_wide")
 State = tuple[Tensor, ...]
 """Streams, post and comb of the last boundary."""
 
@@ -198,6 +203,7 @@ class Boundaries:
 
     def __init__(self, rank: Rank, rows: int, dim: int) -> None:
         self.rank, self.boxes = rank, rank.boxes["ours"]
+        self.kernel = registry.chosen("hc_boundary", rank.device, torch.bfloat16).name
         g = torch.Generator(rank.device).manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
@@ -207,9 +213,9 @@ class Boundaries:
         self.fn = normal(BOUNDARIES, 24, 4 * dim) / (4 * dim) ** 0.5
         self.base, self.scale, self.weight = normal(24), torch.ones(3, device=rank.device), 1 + 0.1 * normal(dim)
         self.begin = (normal(rows, 4, dim).bfloat16(), normal(rows, 4).sigmoid(), normal(rows, 4, 4).softmax(1))
-        self.contenders = {name: getattr(self, name) for name in ("fused", "ours", "nccl", "boundary")}
+        self.contenders = {name: getattr(self, name) for name in CHAINS}
         if rows > most_tokens_of_parts(self.boxes, dim, torch.bfloat16):
-            del self.contenders["fused"]
+            del self.contenders["fused"], self.contenders["fused_wide"]
 
     def after(self, n: int) -> tuple:
         """Arguments of boundary n after the state."""
@@ -231,6 +237,21 @@ class Boundaries:
         """The boundary without a sum."""
         return hc_boundary(y, *state, *self.after(n), fp8=True)
 
+    def fused_wide(self, n: int, part: Tensor, state: State) -> State:
+        """One launch, one CTA a multiprocessor."""
+        return self.wide(n, part, state, self.boxes)
+
+    def boundary_wide(self, n: int, y: Tensor, state: State) -> State:
+        """The boundary without a sum, one CTA a multiprocessor."""
+        return self.wide(n, y, state, None)
+
+    def wide(self, n: int, y: Tensor, state: State, boxes: Mailboxes | None) -> State:
+        """A boundary with one CTA a multiprocessor."""
+        fn, base, scale, weight, *numbers = self.after(n)
+        streams, *coefficients = state
+        given = (streams, (y, *coefficients), (fn, base, scale), weight, *numbers)
+        return run_boundary(self.kernel, "hc_boundary", 24, *given, fp8=True, boxes=boxes, one_cta=True)
+
     def chain(self, name: str, count: int = BOUNDARIES) -> State:
         """Results of the last boundary."""
         state, made = self.begin, ()
@@ -241,11 +262,10 @@ class Boundaries:
 
     def wrong_bits(self) -> int:
         """Numbers of a chain's last results that differ between one launch and two."""
-        if "fused" not in self.contenders:
-            return 0
-        wrong = 0
-        for one, two in zip(self.chain("fused", 5), self.chain("ours", 5), strict=True):
-            wrong += int((one.contiguous().view(torch.uint8) != two.contiguous().view(torch.uint8)).sum())
+        wrong, expected = 0, self.chain("ours", 5)
+        for name in ("fused", "fused_wide"):
+            for one, two in zip(self.chain(name, 5) if name in self.contenders else (), expected, strict=False):
+                wrong += int((one.contiguous().view(torch.uint8) != two.contiguous().view(torch.uint8)).sum())
         return sum(self.rank.everybody(wrong))
 
     def times(self) -> dict[str, float | None]:
@@ -259,7 +279,7 @@ class Boundaries:
             with torch.cuda.graph(graphs[name], pool=torch.cuda.graph_pool_handle()):
                 self.chain(name)
         taken = self.rank.timed(graphs, BOUNDARIES)
-        return {name: taken.get(name) for name in ("fused", "ours", "nccl", "boundary")}
+        return {name: taken.get(name) for name in CHAINS}
 
 
 def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:

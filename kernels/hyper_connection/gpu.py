@@ -168,6 +168,7 @@ def run(
     teams: int = 1,
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
+    one_cta: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -184,6 +185,7 @@ def run(
         teams: of a CTA.
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
+        one_cta: see `Plan.one_cta`.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -197,6 +199,7 @@ def run(
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
     form = (dim, rows, written_back is not None, norm_weight.dtype == torch.bfloat16)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
+    plan = replace(plan, one_cta=True) if one_cta else plan
     plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters

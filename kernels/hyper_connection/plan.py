@@ -53,6 +53,9 @@ class Plan:
     """Ranks whose parts are summed to the output that is written back; 0 if `y` is the whole output."""
     fp32_parts: bool = False
     """Whether parts are fp32; otherwise they are bf16."""
+    one_cta: bool = False
+    """Whether a multiprocessor has one CTA in any case, so that the parts of fn of more streams fit into its shared
+    memory."""
     sender_threads: int = 0
     """Threads of a block of the mailboxes (`host.mailboxes.Plan.threads`), if there are ranks."""
 
@@ -103,7 +106,7 @@ class Plan:
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor: two where the registers allow it, so that one computes while the other waits."""
-        return 2 if self.teams == 1 and 2 * self.cta_threads * 192 <= REGISTERS else 1
+        return 2 if self.teams == 1 and not self.one_cta and 2 * self.cta_threads * 192 <= REGISTERS else 1
 
     @property
     def runs(self) -> int:

@@ -36,6 +36,7 @@ class Boundary:
     fp8: bool = False
     dim: int = DIM
     seed: int = 0
+    one_cta: bool = False
     parts: list[Tensor] = field(default_factory=list)
     """[rank] of the rank; random if none are given."""
 
@@ -65,7 +66,9 @@ class Boundary:
 
         i = self.inputs
         arguments = (i.streams, (y, i.post, i.comb), (i.fn, i.base, i.scale), i.weight, NORM_EPS, HC_EPS, ITERATIONS)
-        return gpu.run(self.kernel, "test", 24, *arguments, self.tokens, fp8=self.fp8, boxes=boxes)
+        return gpu.run(
+            self.kernel, "test", 24, *arguments, self.tokens, fp8=self.fp8, boxes=boxes, one_cta=self.one_cta
+        )
 
     def of_the_sum(self) -> tuple[Tensor, ...]:
         """Results of `hc_boundary` of the sum, from an emulator of its own."""
