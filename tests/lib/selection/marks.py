@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run in `make test`."""
+"""Marks of the cases of a parametrised test: the quick ones run in `make test`, all others are slow."""
 
 from __future__ import annotations
 
