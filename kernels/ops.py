@@ -23,6 +23,8 @@ import torch
 from dsv4_kernels.model_shapes import Option
 
 PACKAGE = "dsv4_kernels"
+JOINT_LAUNCHES = f"{PACKAGE}.joint_launches:compile_jobs"
+"""Compile jobs of the launches in which forwards of few tokens run several ops at once."""
 MODEL_DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that a model may compute in."""
 

@@ -41,7 +41,7 @@ with the attribute:
    stream on every GPU, in one order; a second stream that waits for the first through an event only is safe.
 
 CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and
-ordinary edges from nodes that are not kernels. Where two streams fork or join (`sglang_dsv4/layers/side_stream.py`) a
+ordinary edges from nodes that are not kernels. Where two streams fork or join (`sglang_dsv4/layers/concurrent.py`) a
 kernel may have several edges of either kind; it starts when all allow it, and its wait covers the kernels at the other
 ends of all its edges. Events and the end of a graph wait for a kernel's end, which follows its wait: rule 2 holds
 across streams.
