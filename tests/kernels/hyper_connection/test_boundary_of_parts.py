@@ -207,7 +207,9 @@ def test_which_calls_fit() -> None:
     boxes = Plan.of(4, 2 << 20)
     assert (boxes.channels, boxes.places) == (128, 2)
     assert most(boxes) == most(boxes, 17) == 128
-    assert [most(boxes, clusters) for clusters in (15, 8, 7, 4, 3, 0)] == [60, 32, 14, 8, 3, 0]
+    # A multiprocessor has two CTAs with V4-Flash's width, and one with V4-Pro's.
+    assert [most(boxes, clusters) for clusters in (15, 8, 7, 4, 3, 1, 0)] == [128, 128, 56, 32, 12, 2, 0]
+    assert [most(boxes, clusters, 7168) for clusters in (15, 8, 7, 4, 3, 0)] == [60, 32, 14, 8, 3, 0]
     assert most(boxes, parts=torch.float32) == most(boxes, dim=7168) == 128
     assert most(boxes, dim=7168, parts=torch.float32) == 64  # eight pieces of a thread need four places
     assert most(Plan.of(8, 1 << 20), dim=7168) == 64
