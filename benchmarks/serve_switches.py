@@ -78,10 +78,9 @@ def main() -> None:
     parser.add_argument("--about", default="", help="hardware, model and stack, for the file")
     arguments = parser.parse_args()
     begin, about = time.monotonic(), json.loads(arguments.variants.read_text())
-    listed = arguments.folder / servers.LIST
-    if not listed.exists() and servers.start_all(about, arguments.folder, 31_000):
+    if servers.start_all(about, arguments.folder, 31_000):
         raise SystemExit("not all servers came up: see above")
-    running = json.loads(listed.read_text())
+    running = servers.listed_servers(arguments.folder)
     names, rows = list(about["servers"]), []
 
     def loaded(name: str, work: str, requests: int, turn: int) -> float:
