@@ -115,6 +115,23 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
     assert "Traceback" not in replaying.server.log
 
 
+SIMULATED = {"DSPARK": 3.5, NO_EPILOGUE: 3.5, "EAGLE": 2.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIMULATED)
+def test_acceptance_is_as_long_as_a_benchmark_asks_for(name: str, tmp_path: Path) -> None:
+    """SGLANG_SIMULATE_ACC_LEN, which benchmarks of dummy weights set: inside of the verify step's graph, too. A step
+    draws one of the two lengths next to it for the whole batch."""
+    with replaying_server(name, tmp_path, env={"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED[name])}) as running:
+        answers = ask(running.server, random_prompts(3, [60, 124, 250]), 3, max_new_tokens=150)
+        assert all(len(answer["output_ids"]) == 150 for answer in answers)
+        assert abs(tokens_a_step(answers) - SIMULATED[name]) < 0.35
+        if name == "DSPARK":
+            assert running.server.log.count(replayed_graphs.COMMIT_LINE) == 0  # in the graph
+        assert running.server.is_alive() and "Traceback" not in running.server.log
+
+
 @pytest.mark.slow
 def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
     """DSpark's epilogue is on, in which rank 0 sends the other rank the number of accepted drafts."""
