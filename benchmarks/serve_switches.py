@@ -4,10 +4,11 @@
         [--works decode prefill multi_turn profile] [--requests 1 4 16 64] [--turns 3] [--seconds 400]
 
 VARIANTS.json has the format of `servers.py`; its first server is the baseline. Servers that run in FOLDER already with
-these settings are used. A turn runs a load on one server after the other, in an order that every turn reverses, with the other
-servers suspended; the file has every measurement and, for each variant, work and number of requests, the median over
-turns of its figure over the baseline's in the same turn. `profile` is a decode step's busy time on the GPU (mean of
-eight steps), which the host does not disturb. The file is written after every turn; no turn begins after --seconds.
+these settings are used. A turn runs a load on one server after the other, in an order that every turn reverses, with
+the other servers suspended; the file has every measurement and, for each variant, work and number of requests, the
+median over turns of its figure over the baseline's in the same turn. `profile` is a decode step's busy time on the GPU
+(mean of eight steps), which the host does not disturb. The file is written after every turn; no turn begins after
+--seconds.
 """
 
 from __future__ import annotations

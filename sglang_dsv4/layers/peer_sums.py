@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_ALL_REDUCE"
 MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
-"""By ranks: bytes of the largest part that our kernel sums. It sends a part to every other rank, so a library that cuts
-parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
+"""Bytes of the largest part that our kernel sums, by number of ranks. It sends a part to every other rank, so a library
+that cuts parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
 SECONDS_IN_GRAPHS = 240.0
-"""That a captured sum waits for a part. SGLang's watchdog ends a server after 300 s, and names no rank."""
+"""Longest wait of a captured sum for a part. SGLang's watchdog ends a server after 300 s, and names no rank."""
 SECONDS = 1800.0
-"""That any other sum waits: while a server starts, one rank may compile DeepGEMM's kernels for many minutes."""
+"""Longest wait of any other sum: while a server starts, one rank may compile DeepGEMM's kernels for many minutes."""
 WATCH_SECONDS = 1.0
 
 _mailboxes: Mailboxes | None = None

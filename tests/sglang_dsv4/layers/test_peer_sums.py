@@ -1,4 +1,4 @@
-"""Who sums over ranks, by the switch and by what the GPUs can do; what happens to a server whose ranks fall apart."""
+"""The choice between our sum over ranks and SGLang's, by the switch and by what the GPUs can do; absent ranks."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from model.oracle import QUANTISABLE
 from model.served import Served
+from selection.marks import with_slow_marks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -151,7 +152,7 @@ def test_no_access_is_unordered(served: Served, request: pytest.FixtureRequest) 
     assert races.used["side"] > races.used["main"] / 10
 
 
-@pytest.mark.parametrize("missing", [0, 1], ids=["begins_too_early", "ends_too_late"])
+@pytest.mark.parametrize("missing", with_slow_marks([0, 1], quick=[0]), ids=["begins_too_early", "ends_too_late"])
 def test_a_missing_wait_is_found(
     served: Served, streams: list[Stream], missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
