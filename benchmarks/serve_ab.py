@@ -93,7 +93,7 @@ DRAFTS = ("--speculative-algorithm", "DSPARK")
 
 @dataclass
 class Comparison:
-    """What is compared, and its figures so far.
+    """Contenders and works of a comparison, and the figures so far.
 
     Attributes:
         kept: folder of figures; what it has is not measured again.

@@ -19,7 +19,7 @@ SEVERAL_RANKS = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-al
 
 @dataclass(frozen=True)
 class Part:
-    """What a word in a contender's name adds to a server."""
+    """Flags and variables that a word in a contender's name adds to a server."""
 
     servers: tuple[str, ...]
     about: str

@@ -21,7 +21,7 @@ from lib.servers import Server
 
 PORT = 31_000
 WARM_UP_S = 60.0
-"""That a contender's unmeasured loads are expected to need."""
+"""Expected seconds of a contender's unmeasured loads."""
 
 
 WarmUp = Callable[[Server, list[str]], None]

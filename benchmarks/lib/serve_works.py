@@ -54,7 +54,7 @@ class Cell:
     measure: Measure
     repeats: int
     seconds: float
-    """That one server of full size is expected to need, all repetitions."""
+    """Expected seconds on one server of full size, all repetitions."""
 
     def figures(self, runs: Sequence[Measured]) -> Figures:
         """Return the medians of all repetitions."""

@@ -15,7 +15,7 @@ import time
 from types import FrameType
 
 SECONDS_TO_END = 10.0
-"""That processes have between SIGTERM and SIGKILL."""
+"""Seconds that processes have between SIGTERM and SIGKILL."""
 SECONDS_AT_SIGTERM = 3.0
 """The same when this process was told to end, since `timeout` may send SIGKILL after some seconds."""
 

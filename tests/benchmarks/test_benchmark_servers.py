@@ -150,8 +150,8 @@ servers.start_all({"model": str(folder), "servers": {"one": {"contender": "ours"
 
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_servers_end_with_a_benchmark_that_sigterm_ends(case: str, tmp_path: Path) -> None:
-    """Also a server's child that ignores SIGTERM, and a server that is suspended. A time limit ended a benchmark and
-    left its servers, and the next benchmark took the old server at its port for its own."""
+    """A time limit ended a benchmark and left its servers, and the next benchmark took the old server at its port for
+    its own. A server's child that ignores SIGTERM ends, too, and so does a suspended server."""
     script = IMPORTS + SCRIPTS[case]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([stand_in.install(tmp_path), str(BENCHMARKS)])}
     command = [sys.executable, "-c", script, str(tmp_path)]

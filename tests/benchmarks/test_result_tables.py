@@ -8,8 +8,8 @@ from lib.serve_rows import Row, as_json
 
 
 def test_a_row_has_the_best_of_the_builtin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which contender is the best differs from row to row; of times the shortest one is, and variants of ours are in a
-    table of their own."""
+    """The best contender differs from row to row; the shortest time is the best. Variants of ours are in a table of
+    their own."""
     work = "decode", 16, "tok_s"
     rows = [
         Row(*work, ours=1830.0, builtin=1307.0, contender="builtin+marlin"),
