@@ -55,6 +55,7 @@ from lib.model_shapes import write_models
 from lib.serve_rows import (
     SWEEP,
     Figures,
+    Kept,
     Row,
     as_json,
     best_third_of,
@@ -109,15 +110,19 @@ class Comparison:
     gpus: int = 1
     accepted: float | None = None
     repeats: int = 3
+    requests: Sequence[int] | None = None
     figures: dict[str, Figures] = field(default_factory=dict)
     stages: set[tuple[str, str]] = field(default_factory=set)
+    settings: dict[str, dict] = field(default_factory=dict)
     not_up: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Read the kept figures and reasons."""
         self.not_up |= read_reasons(self.kept)
-        for name, stage, found in read_figures(self.kept):
-            self._note(name, stage, found)
+        for kept in read_figures(self.kept):
+            self._note(kept)
+        for contender in self.contenders:
+            self.settings[contender.name] = {"flags": contender.flags, "env": dict(contender.env)}
 
     def to_run(self) -> list[Contender]:
         """Return the contenders without a reason for which they did not come up before."""
@@ -127,7 +132,7 @@ class Comparison:
 
     def cells(self) -> list[Cell]:
         """Return the cells of the works that do not need equal memory."""
-        return cells(self.works, self.gpus, self.accepted, self.repeats)
+        return cells(self.works, self.gpus, self.accepted, self.repeats, self.requests)
 
     def has(self, name: str, cell: Cell) -> bool:
         """Return whether a contender's figures of a cell are known."""
@@ -140,12 +145,14 @@ class Comparison:
 
     def keep_stage(self, name: str, stage: str, found: Figures) -> None:
         """Note a contender's figures and write them."""
-        self._note(name, stage, found)
-        keep_figures(self.kept, name, stage, found)
+        kept = Kept(name, stage, figures=found, **self.settings[name])
+        self._note(kept)
+        keep_figures(self.kept, kept)
 
-    def _note(self, name: str, stage: str, found: Figures) -> None:
-        self.figures.setdefault(name, {}).update(found)
-        self.stages.add((name, stage))
+    def _note(self, kept: Kept) -> None:
+        self.figures.setdefault(kept.contender, {}).update(kept.figures)
+        self.stages.add((kept.contender, kept.stage))
+        self.settings[kept.contender] = {"flags": kept.flags, "env": kept.env}
 
     def did_not_come_up(self, name: str, reason: str) -> None:
         """Note why a contender did not come up, and write it."""
@@ -346,6 +353,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a server")
     parser.add_argument("--accepted", type=float, help="tokens a step of servers that draft")
     parser.add_argument("--repeats", type=int, choices=(1, 2, 3), default=3, help="of short loads")
+    parser.add_argument("--requests", nargs="+", type=int, help="of decode and 8k_1k, by default all their numbers")
     parser.add_argument("--in-turns", type=Path, help="folder of servers that run at once")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call, with --in-turns")
     parser.add_argument("--stop", action="store_true", help="end the servers of --in-turns, measure nothing")
@@ -395,7 +403,7 @@ def main() -> int:
         "versions": versions(),
         "model": json.loads((comparison.model / "config.json").read_text()),
         "tp": arguments.tp,
-        "contenders": {c.name: {"flags": c.flags, "env": dict(c.env)} for c in comparison.contenders},
+        "contenders": comparison.settings,
         "switches": {name: os.environ.get(name, "") for name in SWITCHES},
         "not_up": comparison.not_up,
         "left": left,
@@ -424,7 +432,8 @@ def comparison_of(arguments: argparse.Namespace) -> Comparison:
         env["SGLANG_SIMULATE_ACC_LEN"] = str(arguments.accepted)
     found = [names_of.contender(name, flags, arguments.tp, env) for name in arguments.contenders]
     place = arguments.logs, arguments.figures, arguments.kv_gib, arguments.port
-    return Comparison(model, found, arguments.works, *place, arguments.tp, arguments.accepted, arguments.repeats)
+    how = arguments.tp, arguments.accepted, arguments.repeats, arguments.requests
+    return Comparison(model, found, arguments.works, *place, *how)
 
 
 if __name__ == "__main__":

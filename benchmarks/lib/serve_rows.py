@@ -93,13 +93,23 @@ def best_third_of(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def keep_figures(folder: Path | None, name: str, stage: str, figures: Figures) -> None:
+@dataclass(frozen=True)
+class Kept:
+    """Figures of one stage of a contender, with the settings of its server."""
+
+    contender: str
+    stage: str
+    flags: Sequence[str]
+    env: Mapping[str, str]
+    figures: Figures
+
+
+def keep_figures(folder: Path | None, kept: Kept) -> None:
     """Write a contender's figures; without a folder do nothing."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [[*key, value] for key, value in figures.items()]
-        text = json.dumps({"contender": name, "stage": stage, "rows": rows})
-        (folder / f"{name}.{stage}.json").write_text(text)
+        rows = [[*key, value] for key, value in kept.figures.items()]
+        (folder / f"{kept.contender}.{kept.stage}.json").write_text(json.dumps({**vars(kept), "figures": rows}))
 
 
 def keep_reason(folder: Path | None, name: str, reason: str) -> None:
@@ -115,11 +125,11 @@ def read_reasons(folder: Path | None) -> dict[str, str]:
     return {path.stem: path.read_text() for path in found}
 
 
-def read_figures(folder: Path | None) -> Iterator[tuple[str, str, Figures]]:
-    """Yield (contender, stage, figures) of all files in the folder."""
+def read_figures(folder: Path | None) -> Iterator[Kept]:
+    """Yield the contents of all files in the folder."""
     for path in sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else ():
         kept = json.loads(path.read_text())
-        yield kept["contender"], kept["stage"], {tuple(key): value for *key, value in kept["rows"]}
+        yield Kept(**{**kept, "figures": {tuple(key): value for *key, value in kept["figures"]}})
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ profile      launches, busy time and span of a decode step and of a prefill chun
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from lib import serve_load
@@ -62,7 +62,13 @@ class Cell:
         return {(*keys[metric], metric): statistics.median(run[metric] for run in runs) for metric in runs[0]}
 
 
-def cells(works: Sequence[str], gpus: int = 1, accepted: float | None = None, repeats: int = 3) -> list[Cell]:
+def cells(
+    works: Sequence[str],
+    gpus: int = 1,
+    accepted: float | None = None,
+    repeats: int = 3,
+    requests: Collection[int] | None = None,
+) -> list[Cell]:
     """Return the cells of works of AMPLE, in the order in which they are measured.
 
     Args:
@@ -70,6 +76,7 @@ def cells(works: Sequence[str], gpus: int = 1, accepted: float | None = None, re
         gpus: of a server; tok/s of `8k_1k` are also given a GPU.
         accepted: tokens a step of servers that draft, which is part of the rows' names.
         repeats: of short loads.
+        requests: numbers of requests of `decode` and `8k_1k`; None for all.
     """
     drafts = "" if accepted is None else f"_dspark_{accepted:g}"
     step_s = STEP_S if accepted is None else DRAFTED_STEP_S
@@ -91,20 +98,25 @@ def cells(works: Sequence[str], gpus: int = 1, accepted: float | None = None, re
         name = work + drafts
         return Cell(f"{name}_{requests}", name, requests, measure, len(seeds), len(seeds) * once)
 
+    def chosen(numbers: Sequence[int]) -> list[int]:
+        return [n for n in numbers if requests is None or n in requests]
+
     def profile(work: str, requests: int, measure: Measure) -> Cell:
         name = work + drafts
         return Cell(f"profile_{name}_{requests}", name, requests, measure, 1, PROFILE_S)
 
     of_work = {
         # One request's 256 tokens take half a second, in which any other program of the machine shows.
-        "decode": [cell("decode", n, _decode(n), CONTEXT, 256, short if n < 32 else (n,)) for n in DECODE_REQUESTS],
+        "decode": [
+            cell("decode", n, _decode(n), CONTEXT, 256, short if n < 32 else (n,)) for n in chosen(DECODE_REQUESTS)
+        ],
         "prefill": [
             cell("prefill", 8, lambda seed: serve_load.prefill(8, 8192, seed), 8192, 1),
             cell("prefill_64k", 1, lambda seed: serve_load.prefill(1, 65_536, seed), 65_536, 1),
         ],
         # The prefixes are computed once: 512 tokens a conversation.
         "multi_turn": [cell("multi_turn", 32, conversations, 512 + 4 * (256 + 64), 4 * 64)],
-        "8k_1k": [cell("8k_1k", n, _published(n), 8192, 1024, (n,)) for n in PUBLISHED_REQUESTS],
+        "8k_1k": [cell("8k_1k", n, _published(n), 8192, 1024, (n,)) for n in chosen(PUBLISHED_REQUESTS)],
         "profile": [
             *(profile("decode", n, _profiled(n)) for n in (1, 64)),
             profile("prefill_64k", 1, _profiled_prefill),

@@ -27,7 +27,7 @@ def order() -> list[str]:
 def main(tmp_path: Path, order: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Main]:
     """Runs the command with stand-in servers; cells of 4 and 16 requests take 5 s and 50 s, by their own account."""
 
-    def cells(works: list[str], gpus: int, accepted: float | None, repeats: int) -> list[Cell]:
+    def cells(works: list[str], gpus: int, accepted: float | None, repeats: int, requests: object) -> list[Cell]:
         def cell(requests: int, seconds: float) -> Cell:
             def measure(server: servers.Server, repeat: int) -> dict[str, float]:
                 order.append(f"{server.contender} {requests}")
@@ -99,8 +99,9 @@ def test_another_contender_takes_the_place_of_one(main: Main, order: list[str], 
     assert main("--contenders", "ours", "builtin+flashinfer", "--seconds", "400") == 0
     assert sessions.leader_runs(ours) and not sessions.leader_runs(marlin)
     assert set(order) == {"builtin 4", "builtin 16", "builtin 2"}  # ours has its figures
-    contenders = {row["contender"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
-    assert contenders == {"builtin+marlin", "builtin+flashinfer"}
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {row["contender"] for row in result["rows"]} == {"builtin+marlin", "builtin+flashinfer"}
+    assert "marlin" in result["contenders"]["builtin+marlin"]["flags"]  # of the first call
 
 
 def test_a_call_may_end_while_servers_start(main: Main, order: list[str], tmp_path: Path) -> None:
