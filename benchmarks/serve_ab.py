@@ -70,7 +70,7 @@ from lib.serve_rows import (
     table,
 )
 from lib.serve_turns import Turns
-from lib.serve_works import AMPLE, Cell, cells, steady, warm_up
+from lib.serve_works import AMPLE, Cell, cells, drafting, steady, warm_up
 from lib.servers import STALL_S, SWITCHES, DidNotComeUpError, Server, running
 from lib.versions import versions
 
@@ -98,6 +98,7 @@ class Comparison:
 
     Attributes:
         kept: folder of figures; what it has is not measured again.
+        settings: flags and variables of the contenders that figures are of.
     """
 
     model: Path
@@ -121,8 +122,6 @@ class Comparison:
         self.not_up |= read_reasons(self.kept)
         for kept in read_figures(self.kept):
             self._note(kept)
-        for contender in self.contenders:
-            self.settings[contender.name] = {"flags": contender.flags, "env": dict(contender.env)}
 
     def to_run(self) -> list[Contender]:
         """Return the contenders without a reason for which they did not come up before."""
@@ -143,16 +142,23 @@ class Comparison:
         self.keep_stage(name, cell.stage, found)
         print_figures(name, found)
 
+    def keep_start(self, name: str, server: Server) -> None:
+        """Note the seconds that a contender took to be ready."""
+        stage = "start" + drafting(self.accepted)
+        self.keep_stage(name, stage, {(stage, 1, "ready_s"): server.ready_s})
+
     def keep_stage(self, name: str, stage: str, found: Figures) -> None:
         """Note a contender's figures and write them."""
-        kept = Kept(name, stage, figures=found, **self.settings[name])
+        contender = next(contender for contender in self.contenders if contender.name == name)
+        kept = Kept(name, stage, contender.flags, dict(contender.env), found)
         self._note(kept)
         keep_figures(self.kept, kept)
 
     def _note(self, kept: Kept) -> None:
         self.figures.setdefault(kept.contender, {}).update(kept.figures)
         self.stages.add((kept.contender, kept.stage))
-        self.settings[kept.contender] = {"flags": kept.flags, "env": kept.env}
+        with_drafts = ", drafting" if any(flag == DRAFTS[0] for flag in kept.flags) else ""
+        self.settings[kept.contender + with_drafts] = {"flags": kept.flags, "env": kept.env}
 
     def did_not_come_up(self, name: str, reason: str) -> None:
         """Note why a contender did not come up, and write it."""
@@ -194,7 +200,7 @@ def compare(comparison: Comparison) -> None:
         log = comparison.logs / f"{contender.name}.log"
         try:
             with _server(comparison, contender, contender.flags, log) as server:
-                comparison.keep_stage(contender.name, "start", {("start", 1, "ready_s"): server.ready_s})
+                comparison.keep_start(contender.name, server)
                 warm_up(server, comparison.works)
                 for cell in missing:
                     found = [cell.measure(server, repeat) for repeat in range(cell.repeats)]
@@ -326,7 +332,7 @@ def compare_in_turns(comparison: Comparison, turns: Turns) -> list[str]:
     for name, reason in failed.items():
         comparison.did_not_come_up(name, reason)
     for name, server in ready.items():
-        comparison.keep_stage(name, "start", {("start", 1, "ready_s"): server.ready_s})
+        comparison.keep_start(name, server)
     if starting := [f"start of {name}" for name in wanted if name not in ready and name not in failed]:
         return starting
     if cold := turns.warm_up(ready, comparison.works, warm_up):

@@ -62,6 +62,11 @@ class Cell:
         return {(*keys[metric], metric): statistics.median(run[metric] for run in runs) for metric in runs[0]}
 
 
+def drafting(accepted: float | None) -> str:
+    """Return what the names of rows end with if servers draft and accept so many tokens a step."""
+    return "" if accepted is None else f"_dspark_{accepted:g}"
+
+
 def cells(
     works: Sequence[str],
     gpus: int = 1,
@@ -78,7 +83,7 @@ def cells(
         repeats: of short loads.
         requests: numbers of requests of `decode` and `8k_1k`; None for all.
     """
-    drafts = "" if accepted is None else f"_dspark_{accepted:g}"
+    drafts = drafting(accepted)
     step_s = STEP_S if accepted is None else DRAFTED_STEP_S
     short = REPEATS[:repeats]
 
