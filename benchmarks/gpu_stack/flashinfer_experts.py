@@ -1,8 +1,8 @@
 """Compile FlashInfer's experts on a GPU host, as far as FP4 weights on Hopper use them, or install a compiled library.
 
-    . /tmp/stack/env.sh                                          # of unpack.sh
-    python3 benchmarks/gpu_stack/flashinfer_experts.py --jobs 60 --out fused_moe_90.so    # on a host with nvcc
-    python3 benchmarks/gpu_stack/flashinfer_experts.py --install fused_moe_90.so          # on the next one: seconds
+    . /tmp/stack/env.sh                                                            # of unpack.sh
+    python3 benchmarks/gpu_stack/flashinfer_experts.py --out fused_moe_90.so       # on a host with nvcc
+    python3 benchmarks/gpu_stack/flashinfer_experts.py --install fused_moe_90.so   # on the next one
 
 SGLang's default experts on Hopper (`flashinfer_mxfp4`, and with fp8 activations) are kernels of CUTLASS, which
 FlashInfer 0.7.2 compiles at first use: 248 sources, for all pairs of types. FP4 weights with bf16 and FP8 activations
@@ -30,7 +30,14 @@ GENERATED = ".generated.cu"
 TYPES = re.compile(r"(?:template void \w+<|MOE_GEMM\(\w+, )([\w:]+), ([\w:]+), ([\w:]+)")
 OWN_SYMBOLS = "_ZN12tensorrt_llm"
 """Begin of the names of functions that the left out sources define."""
+GIB_OF_A_COMPILER = 8
 MESSAGE = "a kernel of FlashInfer's experts was called that flashinfer_experts.py left out: "
+
+
+def compilers() -> int:
+    """Return how many compilers may run at once: a processor and GIB_OF_A_COMPILER of memory each."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return max(1, min(os.cpu_count() or 1, memory // GIB_OF_A_COMPILER))
 
 
 def is_needed(source: Path) -> bool:
@@ -109,7 +116,7 @@ def install(library: Path) -> Path:
 def main() -> None:
     """Compile unless there is a library, and install."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
+    parser.add_argument("--jobs", type=int, default=compilers(), help="compilers at once")
     parser.add_argument("--out", type=Path, help="keep the library here")
     parser.add_argument("--install", type=Path, metavar="LIBRARY", help="compile nothing")
     arguments = parser.parse_args()

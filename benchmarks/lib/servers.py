@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -254,12 +253,11 @@ def others_suspended(folder: Path, url: str) -> Iterator[None]:
     others = [found["pid"] for found in listed_servers(folder).values() if found["url"] != url]
     try:
         for session in others:
-            os.killpg(session, signal.SIGSTOP)
+            sessions.suspend(session)
         yield
     finally:
         for session in others:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(session, signal.SIGCONT)
+            sessions.resume(session)
 
 
 def _answers(url: str) -> bool:

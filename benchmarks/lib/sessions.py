@@ -41,6 +41,11 @@ def leader_runs(session: int) -> bool:
     return session in _processes_of(session)
 
 
+def suspend(session: int) -> None:
+    """Stop a session's processes until `resume`; a session that has ended is left alone."""
+    _signal(session, signal.SIGSTOP)
+
+
 def resume(session: int) -> None:
     """Let a session's processes continue: a benchmark that was killed may have left them suspended."""
     _signal(session, signal.SIGCONT)

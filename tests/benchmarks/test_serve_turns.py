@@ -91,6 +91,18 @@ def test_calls_go_on_where_the_one_before_stopped(
     assert {row["requests"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]} == {1, 4, 16}
 
 
+def test_a_contender_that_ends_leaves_the_others(main: Main, order: list[str], tmp_path: Path) -> None:
+    """A server crashes while a cell is measured: it gets no row, the others do."""
+    asked = ["--contenders", "ours", "builtin+marlin", "--repeats", "1"]
+    assert main(*asked, "--seconds", "40") == serve_ab.NOT_FINISHED  # 16 requests are left
+    sessions.end(pids_in(tmp_path / "servers")["builtin+marlin"])
+    with servers.others_suspended(tmp_path / "servers", "of ours"):
+        pass
+    assert sessions.leader_runs(pids_in(tmp_path / "servers")["ours"])
+    assert main(*asked, "--seconds", "400") == 0  # it is started again
+    assert order[-3:] == ["ours 16", "builtin 16", "builtin 2"]
+
+
 def test_another_contender_takes_the_place_of_one(main: Main, order: list[str], tmp_path: Path) -> None:
     """Servers that are no contenders of a call would keep their GPU memory, so they end; ours stays."""
     assert main("--contenders", "ours", "builtin+marlin", "--seconds", "400") == 0
