@@ -52,6 +52,7 @@ PARTS = {
         _BOTH, "sums by SGLang's CustomAllReduceV2 instead of NCCL", without=("--disable-custom-all-reduce",)
     ),
     "our_all_reduce": Part(_OURS, "sums by our kernel", env={"SGLANG_DSV4_ALL_REDUCE": "ours"}),
+    "joint_launch": Part(_OURS, "independent kernels of a layer in one launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "on"}),
     "windows": Part(
         _BUILTIN,
         "0.3 window tokens a token of the pool, where SGLang sets 0.1: more prefixes keep their window",

@@ -225,9 +225,7 @@ def test_weights_that_do_not_fit_leave_those_of_before(plain_server: Server, tmp
     before = known_answer(plain_server)
     body = {"model_path": str(tmp_path)}
     response = requests.post(f"{plain_server.url}/update_weights_from_disk", json=body, timeout=TIMEOUT_S)
-    assert response.status_code == 400 and "The weights are those of before" in response.json()["message"], (
-        response.text
-    )
+    assert response.status_code == 400 and "The old weights stay" in response.json()["message"], response.text
     assert known_answer(plain_server) == before
     missing = requests.post(
         f"{plain_server.url}/update_weights_from_disk", json={"model_path": str(tmp_path / "no")}, timeout=TIMEOUT_S
