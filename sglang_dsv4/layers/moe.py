@@ -16,7 +16,7 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts
-from sglang_dsv4.layers.concurrent import in_order, side_by_side, together
+from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, together
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
@@ -234,8 +234,9 @@ class MoE(nn.Module):
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
+            quantised = given.fp8 if joins(tokens) else None
             slot_rows, shared = side_by_side(
-                lambda: self.experts.multiply(x, work), lambda: shared_expert.down(hidden), tokens
+                lambda: self.experts.multiply(x, work, quantised), lambda: shared_expert.down(hidden), tokens
             )
             both = self.experts.sum(slot_rows, work, shared, dtype)
         else:

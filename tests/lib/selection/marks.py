@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Marks of the cases of a parametrised test: the quick ones run in `make test`, all others are slow."""
-=======
 """The cases of a parametrised test that run in `make test`."""
->>>>>>> house
 
 from __future__ import annotations
 
