@@ -22,7 +22,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "EAGLE": (*drafting_flags("EAGLE"), *DETERMINISTIC),
     "DSPARK": (*drafting_flags("DSPARK"), *DETERMINISTIC),
     "tiers": (*HOST_TIERS, *DETERMINISTIC),
+    "crowded": ("--enable-mixed-chunk", *DETERMINISTIC),
 }
+ENVIRONMENTS = {"crowded": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}}
+"""Decode steps that join prefills, and requests that are retracted now and then."""
 
 
 def shape_for(kind: str, ranks: int) -> Shape:
