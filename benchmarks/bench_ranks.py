@@ -1,7 +1,8 @@
 """Prefix hits of conversations over two caches: the rank of a request chosen by us, by SGLang, or by a router.
 
-    python benchmarks/bench_ranks.py --model checkpoints/tiny --out benchmarks/results/ranks_cpu.json [--requests 1 4]
-        [--contenders one prefix in_turn router router_of_ranks] [--conversations 8] [--turns 4] [--seeds 1 2]
+    python benchmarks/bench_ranks.py --model checkpoints/tiny --out benchmarks/results/ranks_cpu.json [--requests 4]
+        [--shared 256 1024] [--conversations 8] [--turns 4] [--seeds 1 2]
+        [--contenders one prefix in_turn router router_of_ranks]
 
 No GPU is needed: the figures are of the choice, and not of the machine. Contenders, with equal caches in sum:
 
@@ -11,10 +12,10 @@ No GPU is needed: the figures are of the choice, and not of the machine. Contend
     router            two servers behind `sglang-router --policy cache_aware`
     router_of_ranks   the router with --dp-aware in front of the server of `prefix`: it chooses the rank
 
-The router needs `pip install --no-deps sglang-router==0.3.2`. All conversations begin with the same tokens and have
-their turns in a random order, so many at once as --requests says; the caches hold half of all tokens in the end. Rows:
-`hit_rate` (cached tokens over prompt tokens), `busier` (share of the prompts that the busier cache got, 0.5 at best),
-`one_rank` (share of the conversations that stayed on one), mean over the seeds.
+The router needs `pip install --no-deps sglang-router==0.3.2`. All conversations begin with the same --shared tokens
+and have their turns in a random order, --requests at once; the caches hold half of the conversations' own tokens in the
+end, and the shared ones. Rows: `hit_rate` (cached tokens over prompt tokens), `busier` (share of the requests that the
+busier cache got, 0.5 at best), `one_rank` (share of the conversations that stayed on one), mean over the seeds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -42,7 +44,7 @@ from lib.versions import versions
 
 ONE, PREFIX, IN_TURN, ROUTER, ROUTER_OF_RANKS = "one", "prefix", "in_turn", "router", "router_of_ranks"
 CONTENDERS = (ONE, PREFIX, IN_TURN, ROUTER, ROUTER_OF_RANKS)
-SHARED_TOKENS, TURN_TOKENS, NEW_TOKENS, LAST_ID = 256, 600, 6, 900
+TURN_TOKENS, NEW_TOKENS, LAST_ID = 600, 6, 900
 PAGE_TOKENS = 256
 
 
@@ -53,13 +55,14 @@ class Load:
     conversations: int
     turns: int
     requests: int  # at once
+    shared: int  # tokens
     seed: int
 
     @property
     def pages(self) -> int:
-        """Pages of one of two caches: together they hold half of all tokens in the end."""
-        tokens = self.conversations * (SHARED_TOKENS + self.turns * (TURN_TOKENS + NEW_TOKENS))
-        return tokens // (4 * PAGE_TOKENS)
+        """Pages of one of two caches: each holds the shared tokens, both together half of the others in the end."""
+        tokens = self.conversations * self.turns * (TURN_TOKENS + NEW_TOKENS)
+        return (self.shared + tokens // 4) // PAGE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ async def converse(load: Load, url: str, rank_of: Callable[[int], int | None]) -
     """Hold the conversations; `rank_of` gives the rank of the request with a number, None to leave it open."""
     rng, number = random.Random(load.seed), 0
     ids = lambda count: [rng.randrange(10, LAST_ID) for _ in range(count)]  # noqa: E731
-    shared, turns = ids(SHARED_TOKENS), []
+    shared, turns = ids(load.shared), []
     histories = [list(shared) for _ in range(load.conversations)]
     order = [i for i in range(load.conversations) for _ in range(load.turns)]
     rng.shuffle(order)
@@ -179,11 +182,12 @@ def _is_ready(url: str) -> bool:
 
 def compare(model: Path, loads: Sequence[Load], contenders: Sequence[str], port: int, logs: Path) -> list[dict]:
     """Return a row for each contender and load."""
-    pages, rows = loads[0].pages, []
+    pages, rows = max(load.pages for load in loads), []
 
     def of(contender: str, run: Callable[[Load], dict[str, float]]) -> None:
         for load in loads:
-            rows.append({"contender": contender, "requests": load.requests, "seed": load.seed, **run(load)})
+            about = {"contender": contender, "requests": load.requests, "shared": load.shared, "seed": load.seed}
+            rows.append({**about, **run(load)})
             print(rows[-1], flush=True)
 
     def started(name: str, pages: int, replicas: int, offset: int) -> contextlib.AbstractContextManager[Server]:
@@ -210,14 +214,14 @@ def compare(model: Path, loads: Sequence[Load], contenders: Sequence[str], port:
 
 def means(rows: Sequence[dict]) -> list[dict]:
     """Return rows with the mean over the seeds."""
-    keys = list(dict.fromkeys((row["contender"], row["requests"]) for row in rows))
-    found = []
-    for contender, requests in keys:
-        same = [row for row in rows if (row["contender"], row["requests"]) == (contender, requests)]
-        names = ("hit_rate", "busier", "one_rank")
-        mean = {name: round(statistics.mean(row[name] for row in same), 4) for name in names}
-        found.append({"contender": contender, "requests": requests, **mean})
-    return found
+    alike: dict[tuple, list[dict]] = {}
+    for row in rows:
+        alike.setdefault(tuple((name, row[name]) for name in ("contender", "requests", "shared")), []).append(row)
+    names = ("hit_rate", "busier", "one_rank")
+    return [
+        {**dict(key), **{name: round(statistics.mean(row[name] for row in same), 4) for name in names}}
+        for key, same in alike.items()
+    ]
 
 
 def main() -> int:
@@ -228,21 +232,24 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4], help="at once")
+    parser.add_argument("--requests", type=int, nargs="+", default=[4], help="at once")
+    parser.add_argument("--shared", type=int, nargs="+", default=[256, 1024], help="tokens that all begin with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--port", type=int, default=30_250)
     parser.add_argument("--logs", type=Path, default=Path("."), help="folder of the servers' logs")
     given = parser.parse_args()
     if {ROUTER, ROUTER_OF_RANKS} & set(given.contenders) and find_spec("sglang_router") is None:
         parser.error("the router is missing: pip install --no-deps sglang-router==0.3.2")
-    loads = [Load(given.conversations, given.turns, n, seed) for n in given.requests for seed in given.seeds]
+    ways = itertools.product(given.requests, given.shared, given.seeds)
+    loads = [Load(given.conversations, given.turns, *way) for way in ways]
     rows = means(compare(given.model, loads, given.contenders, given.port, given.logs))
     for row in rows:
         print(
-            f"{row['contender']:>16} {row['requests']:>3} at once: {row['hit_rate']:.3f} hits, busier {row['busier']}"
+            f"{row['contender']:>16}, {row['requests']} at once, {row['shared']} shared: {row['hit_rate']:.3f} of the "
+            f"tokens hit, {row['busier']:.2f} of the requests on one cache"
         )
-    about = {"conversations": given.conversations, "turns": given.turns, "pages": loads[0].pages, "seeds": given.seeds}
-    about |= {"shared_tokens": SHARED_TOKENS, "turn_tokens": TURN_TOKENS, "versions": versions()}
+    about = {"conversations": given.conversations, "turns": given.turns, "seeds": given.seeds}
+    about |= {"pages": max(load.pages for load in loads), "turn_tokens": TURN_TOKENS, "versions": versions()}
     result = {"about": about, "rows": rows}
     given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

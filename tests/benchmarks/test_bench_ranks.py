@@ -18,7 +18,15 @@ def test_figures_of_a_run() -> None:
 
 def test_the_means_are_over_seeds() -> None:
     rows = [
-        {"contender": name, "requests": 1, "seed": seed, "hit_rate": seed * share, "busier": 0.5, "one_rank": 1.0}
+        {
+            "contender": name,
+            "requests": 1,
+            "shared": 9,
+            "seed": seed,
+            "hit_rate": seed * share,
+            "busier": 0.5,
+            "one_rank": 1.0,
+        }
         for name, share in ((PREFIX, 0.5), (IN_TURN, 0.25))
         for seed in (0, 1)
     ]
@@ -39,7 +47,7 @@ def test_a_router_keeps_conversations_on_their_server(
     for name, value in (*ENV.items(), ("SGLANG_DSV4_TAIL_INTERVAL", "256")):
         monkeypatch.setenv(name, value)
     contenders = (PREFIX, IN_TURN, ROUTER, ROUTER_OF_RANKS)
-    rows = bench_ranks.compare(checkpoint, [Load(6, 3, 2, 1)], contenders, free_port(), tmp_path)
+    rows = bench_ranks.compare(checkpoint, [Load(6, 3, 2, 256, 1)], contenders, free_port(), tmp_path)
     hits = {row["contender"]: row["hit_rate"] for row in rows}
     assert hits[PREFIX] > 0.3
     assert hits[PREFIX] >= hits[ROUTER] - 0.05, "ours loses to the router"
