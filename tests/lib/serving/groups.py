@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tiers": (*HOST_TIERS, *DETERMINISTIC),
     "crowded": ("--enable-mixed-chunk", *DETERMINISTIC),
 }
-ENVIRONMENTS = {"crowded": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "9"}}
+ENVIRONMENTS = {"crowded": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}}
 """Decode steps that join prefills, and requests that are retracted now and then."""
 
 
