@@ -92,8 +92,14 @@ class ModelShapes:
     packed_experts: bool = False
     experts_sum_fp32: bool = False
     """Whether packed experts return a rank's part of the sum in fp32."""
+    shared_channels: int = 0
+    """Intermediate channels of the shared expert on this rank."""
+    joins_launches: bool = False
+    """Whether forwards of few tokens join launches (`dsv4_kernels.host.joint_launch`)."""
     peer_sum_ranks: int = 0
     """Ranks that sum through each other's memory; 0 if another library sums."""
+    peer_boundary_tokens: int = 0
+    """Most tokens of a forward whose boundaries sum the ranks' parts; 0 if no boundary does."""
 
     @property
     def options(self) -> frozenset[Option]:

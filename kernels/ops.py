@@ -23,6 +23,8 @@ import torch
 from dsv4_kernels.model_shapes import Option
 
 PACKAGE = "dsv4_kernels"
+JOINT_LAUNCHES = f"{PACKAGE}.joint_launches:compile_jobs"
+"""Compile jobs of the launches in which forwards of few tokens run several ops at once."""
 MODEL_DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes that a model may compute in."""
 
@@ -225,6 +227,15 @@ _ROWS = (
     *(
         _op(name, "hyper_connection", STEP, SHAPED, *_kernels(f"hyper_connection.gpu:{{}}_{name}", "compile_jobs"))
         for name in ("hc_boundary", "hc_enter", "hc_finish")
+    ),
+    _op(
+        "hc_boundary_of_parts",
+        "hyper_connection",
+        STEP,
+        SHAPED,
+        *_kernels("hyper_connection.gpu:{}_hc_boundary_of_parts", "parts_compile_jobs"),
+        devices=GPU,
+        option=Option.PEER_SUMS,
     ),
     _op("index_query", "indexer", STEP, ELEMENTWISE, *_kernels("indexer.query:{}", "compile_jobs")),
     _op("index_scores", "indexer", NOWHERE, WAITING),

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.ops import OPS, Implementation, Supports, forward_ops
+from dsv4_kernels.ops import JOINT_LAUNCHES, OPS, Implementation, Supports, forward_ops
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,10 @@ def compile_jobs(model: ModelShapes) -> list[tuple[str, Callable[[], object]]]:
         listed.add(implementation.jobs)
         arch = architecture(implementation.name, attention.device)
         found += [(op, job) for job in _loaded(implementation.jobs)(model, arch)]
+    name = chosen("norm_rope_store", attention.device, attention.dtype).name
+    if model.joins_launches and name in ARCHITECTURES:
+        joint = _loaded(JOINT_LAUNCHES)(model, architecture(name, attention.device))
+        found += [("joint_launch", job) for job in joint]
     return found
 
 

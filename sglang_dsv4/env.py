@@ -111,6 +111,12 @@ SWITCHES = (
         "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(
+        "SGLANG_DSV4_JOINT_LAUNCH",
+        ("off", "on"),
+        "off",
+        "on: in forwards of up to 16 tokens, kernels of a layer that do not depend on each other are one launch",
+    ),
+    Switch(
         "SGLANG_DSV4_COMPARE_ATTENTION",
         (),
         "none",

@@ -54,7 +54,7 @@ UNUSED = (
     *("**/*.a", "**/*.pyi", "**/__pycache__", "*.data", "share", "bin", "include", "torch/bin/protoc*", "functorch"),
     *("torchgen/packaged/autograd", "triton/backends/amd/lib"),
     *("triton/backends/nvidia/lib/cupti*", "triton/_C/libproton.so", "triton/instrumentation"),
-    *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so"),
+    *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so.*"),
     *("sgl_kernel/sm100", "sgl_kernel/infllm_ops*", "sgl_kernel/flash_ops*"),
     *("flashinfer/data/csrc/*sm100*", "flashinfer/data/csrc/*sm12*", "flashinfer/data/csrc/blackwell*"),
     *("flashinfer/data/csrc/fmha_v2*", "flashinfer/data/cutlass/tools/library"),
@@ -64,7 +64,7 @@ UNUSED = (
 # import.
 NEEDED = (
     *("torch/bin/torch_shm_manager", "torch/testing/_internal/distributed/*.py", "triton/backends/amd/*.py"),
-    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "nvidia/nccl/lib/libnccl.so.2"),
+    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "z3/lib/libz3.so", "nvidia/nccl/lib/libnccl.so.2"),
 )
 FAT_BINARY_MAGIC = 0xBA55ED50
 STRIP_FROM_BYTES = 500_000

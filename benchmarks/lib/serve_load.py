@@ -17,11 +17,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import aiohttp
+from lib.http_client import HttpClient, new_session
 
 FIRST_ID, LAST_ID = 3, 129_000
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
-TIMEOUT_S = 900
 SILENCE = "longest_silence_s"
 """Name of a figure that every load has, see `longest_silence`."""
 
@@ -48,11 +47,8 @@ class Reply:
         return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 
-class Client:
+class Client(HttpClient):
     """Streams /generate with greedy sampling."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.session, self.url = session, url
 
     async def generate(
         self, input_ids: Sequence[int], new_tokens: int, begun: Callable[[], object] | None = None
@@ -91,21 +87,6 @@ class Client:
         cached, steps = (int(meta.get(name) or 0) for name in ("cached_tokens", "spec_verify_ct"))
         return Reply(sent, tuple(times), len(input_ids), cached, ids, steps)
 
-    async def flush(self) -> None:
-        """Empty the prefix cache, repeating the request: a server that has just answered refuses it for a moment."""
-        for _ in range(100):
-            async with self.session.post(f"{self.url}/flush_cache") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.1)
-        raise RuntimeError("/flush_cache was refused for ten seconds")
-
-
-def connections() -> aiohttp.TCPConnector:
-    """Return a connector without a limit of connections. SGLang's server closes a connection that was idle for five
-    seconds, and a request sent at that moment fails: so idle connections are closed here before."""
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-
 
 Load = Callable[[Client], Awaitable[dict[str, float]]]
 """Sends requests with a client and returns figures by name."""
@@ -115,8 +96,7 @@ def run(url: str, load: Load) -> dict[str, float]:
     """Run one load against a server, from an empty prefix cache."""
 
     async def main() -> dict[str, float]:
-        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), connections()
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
+        async with new_session() as session:
             client = Client(session, url)
             await client.flush()
             return await load(client)

@@ -29,6 +29,7 @@ process."""
 STALL_S = 2.0  # twice the longest forward, a chunk of the 64K prefill
 SWITCHES = (
     "DSV4_DEPENDENT_LAUNCH",
+    "SGLANG_DSV4_JOINT_LAUNCH",
     "SGLANG_DSV4_SEQUENCE_PARALLEL",
     "SGLANG_DSV4_VERIFY_EPILOGUE",
     "SGLANG_DSV4_WO_A",

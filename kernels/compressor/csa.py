@@ -16,6 +16,7 @@ from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, sum_of_squares, sum_over_lanes
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch
 from dsv4_kernels.kv_layout import ROW_DIM
 
 RATIO = 4
@@ -35,12 +36,17 @@ def launch(arguments: Arguments, dims: cutlass.Constexpr[tuple], num_groups: Int
 
 @cute.kernel
 def kernel(args: Arguments, dims: cutlass.Constexpr[tuple]) -> None:
+    """The kernel of a launch of its own."""
+    body(args, dims, (), cta_of_launch())
+
+
+@cute.jit
+def body(args: Arguments, dims: cutlass.Constexpr[tuple], prepared: tuple, cta: cutlass.Constexpr[Cta]) -> None:
     """Makes the entries of one group, if it is closed, and keeps the raw rows of its request, if it is the request's
     first group."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
-    group, _, _ = cute.arch.block_idx()
-    batch = args.batch
+    group, batch = cta.number, args.batch
     if cutlass.const_expr(len(dims) == 2):
         is_index = thread >= MAIN_THREADS
         dim = cutlass.select_(is_index, Int32(INDEX_DIM), Int32(ROW_DIM))

@@ -7,7 +7,7 @@ This file has the kernel that keeps the raw rows of a chunk, and the host side.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,8 +19,10 @@ from dsv4_kernels.compressor import Compression, Groups, csa, hca, rows
 from dsv4_kernels.compressor.entries import INDEX_DIM
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.addresses import address, row_bytes
 from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
@@ -88,6 +90,19 @@ def compile(kernel: str, dims: tuple[int, ...], ratio: int, arch: str) -> Callab
     if ratio == csa.RATIO:
         return load_launcher(name, config, arch, csa.launch, Arguments, dims, Int32)
     return load_launcher(name, config, arch, hca.launch, Arguments, Int32)
+
+
+def ctas_of_group(ratio: int) -> int:
+    """CTAs of a group."""
+    return hca.CLUSTER if ratio == hca.RATIO else 1
+
+
+@cache
+def part(dims: tuple[int, ...], ratio: int) -> Part:
+    """The kernel of entries as a part of a joint launch; arguments as for `compile`."""
+    if ratio == hca.RATIO:
+        return Part("compress_store_hca", None, Arguments, hca.body, threads=hca.THREADS, cluster=hca.CLUSTER)
+    return Part("compress_store_csa", dims, Arguments, csa.body, threads=sum(dims) // CHUNK)
 
 
 def _check(groups: Groups, compressions: Sequence[Compression]) -> None:
@@ -186,9 +201,18 @@ def _run(name: str, groups: Groups, compressions: Sequence[Compression], dtype: 
     device: torch.device = groups.positions.device
     arch, stream = architecture(name, device), current_stream(device)
     dims = tuple(c.head_dim for c in compressions)
-    if len(groups.sources):
-        compile("entries", dims, groups.ratio, arch)(arguments, Int32(len(groups.sources)), stream)
-    if groups.tokens_per_request is None and len(groups.positions):
+    count, keeps_apart = len(groups.sources), groups.tokens_per_request is None
+
+    def store_entries() -> None:
+        compile("entries", dims, groups.ratio, arch)(arguments, Int32(count), stream)
+
+    if count and keeps_apart:  # before the second launch, which overwrites rows that this one reads
+        store_entries()
+    elif count:
+        inputs = tuple(x for c in compressions for x in (c.kv, c.score))
+        ctas = count * ctas_of_group(groups.ratio)
+        joint_launch.run(part(dims, groups.ratio), arch, arguments, ctas, stream, inputs, alone=store_entries)
+    if keeps_apart and len(groups.positions):
         compile("keep", dims, groups.ratio, arch)(arguments, stream)
 
 

@@ -16,6 +16,7 @@ from dsv4_kernels.compressor.csa import load_four
 from dsv4_kernels.compressor.rows import CHUNK, Arguments, Batch, Problem
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, sum_of_squares, sum_over_lanes
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch, sync_threads
 from dsv4_kernels.kv_layout import ROW_DIM, SCALE_GROUP
 
 RATIO = 128
@@ -45,10 +46,18 @@ def launch(arguments: Arguments, num_groups: Int32, stream: cuda.CUstream) -> No
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
+    """The kernel of a launch of its own."""
+    body(args, None, (), cta_of_launch())
+
+
+@cute.jit
+def body(
+    args: Arguments, configuration: cutlass.Constexpr[None], prepared: tuple, place: cutlass.Constexpr[Cta]
+) -> None:
     """Makes 64 channels of an entry, if its group is closed, and keeps these channels of the request's raw rows."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
+    cta = place.number
     memory = cutlass.utils.SmemAllocator()
     partials = Int32(memory.allocate_array(Float32, num_elems=WARPS * QUANTITIES * SCALE_GROUP).toint())
     squares = Int32(memory.allocate_array(Float32, num_elems=1).toint())
@@ -67,7 +76,7 @@ def kernel(args: Arguments) -> None:
     first_token = request * batch.tokens_per_request
     if newest >= 0:
         make_partial(batch, p, sources, row_thread, channel, partials + warp * (QUANTITIES * PARTIAL_BYTES), lane)
-        cute.arch.barrier()
+        sync_threads(place.threads)
         if warp == 0:
             values = merged(partials + lane % CHUNKS * 16)
             total = sum_over_lanes(sum_of_squares(values), CHUNKS)

@@ -14,10 +14,9 @@ from dsv4_kernels.host.fp8_rows import BLOCK, THREADS, Codes
 BLOCK_LANES = BLOCK // CHUNK
 
 
-def chunk_of_thread(to: Codes) -> tuple:
-    """(row, chunk of the row, whether the row has this chunk) of this thread, in a launch of `num_ctas` CTAs."""
+def chunk_of_thread(to: Codes, cta: Int32) -> tuple:
+    """(row, chunk of the row, whether the row has this chunk) of this thread of CTA `cta` of `num_ctas`."""
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
     unit = cta * THREADS + thread
     row = unit // (to.blocks * BLOCK_LANES)
     chunk = unit - row * (to.blocks * BLOCK_LANES)

@@ -7,7 +7,7 @@ shared memory.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -21,8 +21,11 @@ from dsv4_kernels.device import dependent_launch, e2m1, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import channels, load_8_bytes, max_over_lanes, mul, packed, store_8_bytes
 from dsv4_kernels.device.e2m1 import DIM
 from dsv4_kernels.device.e2m1 import LANE_CHANNELS as CHANNELS
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch
 from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import FP4_SCALE_GROUP
@@ -59,12 +62,17 @@ def launch(args: Arguments, quantise: cutlass.Constexpr[bool], ctas: Int32, stre
 
 @cute.kernel
 def kernel(args: Arguments, quantise: cutlass.Constexpr[bool]) -> None:
+    """The kernel of a launch of its own."""
+    body(args, quantise, (), cta_of_launch())
+
+
+@cute.jit
+def body(args: Arguments, quantise: cutlass.Constexpr[bool], prepared: tuple, cta: cutlass.Constexpr[Cta]) -> None:
     """Makes the query of one head, and its weight."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
     lane = thread % 32
-    row = cta * (THREADS // 32) + thread // 32
+    row = cta.number * (THREADS // 32) + thread // 32
     if row < args.num_rows:
         token = row // args.num_heads
         head = row - token * args.num_heads
@@ -103,6 +111,12 @@ def compile(arch: str, quantise: bool) -> Callable[..., None]:
     return load_launcher("index_query", quantise, arch, launch, Arguments, quantise, Int32)
 
 
+@cache
+def part(quantise: bool) -> Part:
+    """The kernel as a part of a joint launch."""
+    return Part("index_query", quantise, Arguments, body, threads=THREADS)
+
+
 def _run(
     name: str,
     q: Tensor,
@@ -137,8 +151,16 @@ def _run(
             num_heads=heads,
             num_rows=tokens * heads,
         )
-        launcher = compile(architecture(name, q.device), quantise)
-        launcher(arguments, Int32(-(-tokens * heads * 32 // THREADS)), current_stream(q.device))
+        arch, ctas, stream = architecture(name, q.device), -(-tokens * heads * 32 // THREADS), current_stream(q.device)
+        joint_launch.run(
+            part(quantise),
+            arch,
+            arguments,
+            ctas,
+            stream,
+            (q, head_weights, positions),
+            alone=lambda: compile(arch, quantise)(arguments, Int32(ctas), stream),
+        )
     return out, out_weights
 
 

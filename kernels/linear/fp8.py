@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.arch import multiprocessors
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
-from dsv4_kernels.linear.fp8_kernel import launch
-from dsv4_kernels.linear.fp8_plan import BLOCK, MOST_TOKENS, ROWS, TOKENS, Arguments, Plan, chosen, planned
+from dsv4_kernels.linear.fp8_kernel import body, launch, tma_tensors
+from dsv4_kernels.linear.fp8_plan import (
+    BLOCK,
+    MOST_TOKENS,
+    ROWS,
+    TOKENS,
+    Arguments,
+    Plan,
+    chosen,
+    planned,
+    sharing,
+)
 from dsv4_kernels.model_shapes import ModelShapes
 
 ARCH = "sm_90a"
@@ -23,6 +35,21 @@ def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
     """The compiled launch function, from memory, from disk or from the compiler: (arguments, clusters, stream)."""
 
     return load_launcher("linear_fp8", plan, arch, launch, Arguments, Int32, plan)
+
+
+@functools.cache
+def part(plan: Plan) -> Part:
+    """The product as a part of a joint launch."""
+    return Part(
+        "linear_fp8",
+        plan,
+        Arguments,
+        body,
+        threads=plan.threads,
+        cluster=plan.cluster,
+        ctas_per_sm=plan.ctas_per_sm,
+        prepare=tma_tensors,
+    )
 
 
 def plans(most_tokens: int) -> list[Plan]:
@@ -51,7 +78,6 @@ def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, pl
     plan = plan or chosen(num_tokens, num_rows, resident)
     if num_tokens > plan.tokens:
         raise ValueError(f"linear_fp8 on sm90: {num_tokens} tokens; {plan} has room for {plan.tokens}")
-    tiles = -(-num_rows // (plan.rows * plan.cluster))
     arguments = Arguments(
         codes=codes.data_ptr(),
         codes_row_bytes=stride_bytes(codes, 0),
@@ -67,11 +93,25 @@ def sm90(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, pl
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_blocks=channels // BLOCK,
-        num_tiles=tiles,
+        num_tiles=-(-num_rows // (plan.rows * plan.cluster)),
     )
-    clusters = min(tiles, resident * plan.ctas_per_sm // plan.cluster)
-    compile(plan)(arguments, Int32(clusters), current_stream(codes.device))
+    stream = current_stream(codes.device)
+
+    joint_launch.run(
+        part(sharing(plan)),
+        ARCH,
+        arguments,
+        clusters_of(sharing(plan), arguments, resident) * plan.cluster,
+        stream,
+        (codes, scales),
+        alone=lambda: compile(plan)(arguments, Int32(clusters_of(plan, arguments, resident)), stream),
+    )
     return out
+
+
+def clusters_of(plan: Plan, arguments: Arguments, resident: int) -> int:
+    """Clusters of a launch on `resident` multiprocessors."""
+    return min(arguments.num_tiles, resident * plan.ctas_per_sm // plan.cluster)
 
 
 def _check(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> None:
@@ -96,4 +136,4 @@ def _check(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) 
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of every plan that the layers of `model` may get."""
-    return [partial(compile, plan, arch) for plan in plans(model.fp8_linear_tokens)]
+    return [functools.partial(compile, plan, arch) for plan in plans(model.fp8_linear_tokens)]

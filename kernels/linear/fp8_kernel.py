@@ -39,8 +39,9 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4_kernels.device import dependent_launch, pipeline, ptx
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch, sync_threads
 from dsv4_kernels.device.tma import TmaTensor
-from dsv4_kernels.linear.fp8_plan import BLOCK, WARP, Arguments
+from dsv4_kernels.linear.fp8_plan import BLOCK, WARP, Arguments, Plan
 from dsv4_kernels.linear.fp8_products import fragments, multiply_add, places_of_scales, places_of_tokens
 
 
@@ -73,9 +74,7 @@ class Ring(NamedTuple):
 @cute.jit
 def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
     """Launches persistent clusters: num_clusters is at most the number that is resident at once."""
-    weights = tma_of(args.weight, args.num_rows, args.weight_row_bytes, args.num_blocks, plan.rows, 1)
-    tokens = tma_of(args.codes, args.num_tokens, args.codes_row_bytes, args.num_blocks, plan.brought, plan.cluster)
-    kernel(args, plan, weights, tokens).launch(
+    kernel(args, plan, *tma_tensors(args, plan)).launch(
         grid=[num_clusters * plan.cluster, 1, 1],
         cluster=[plan.cluster, 1, 1],
         block=[plan.threads, 1, 1],
@@ -84,6 +83,13 @@ def launch(args: Arguments, num_clusters: Int32, plan: cutlass.Constexpr, stream
         preferred_smem_carveout=100,  # percent: the planned number of CTAs fits
         use_pdl=dependent_launch.is_on(),
     )
+
+
+def tma_tensors(args: Arguments, plan: Plan) -> tuple[TmaTensor, TmaTensor]:
+    """TMA loads of weights and of tokens."""
+    weights = tma_of(args.weight, args.num_rows, args.weight_row_bytes, args.num_blocks, plan.rows, 1)
+    tokens = tma_of(args.codes, args.num_tokens, args.codes_row_bytes, args.num_blocks, plan.brought, plan.cluster)
+    return weights, tokens
 
 
 def swizzled(shape: tuple) -> cute.ComposedLayout:
@@ -103,10 +109,18 @@ def tma_of(start: Int64, rows: Int32, row_bytes: Int64, blocks: Int32, box_rows:
 
 @cute.kernel
 def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma_tokens: TmaTensor) -> None:
+    """The kernel of a launch of its own."""
+    body(args, plan, (tma_weights, tma_tokens), cta_of_launch())
+
+
+@cute.jit
+def body(
+    args: Arguments, plan: cutlass.Constexpr, prepared: tuple[TmaTensor, TmaTensor], place: cutlass.Constexpr[Cta]
+) -> None:
     """Sets up barriers, and sends every warp to its role."""
+    tma_weights, tma_tokens = prepared
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
+    cta, ctas = place.number, place.count
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     memory = cutlass.utils.SmemAllocator()
     weights = memory.allocate_array(Float8E4M3FN, num_elems=plan.stages * plan.weight_bytes, byte_alignment=1024)
@@ -127,7 +141,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr, tma_weights: TmaTensor, tma
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed(aligned=True)
     else:
-        cute.arch.sync_threads()
+        sync_threads(place.threads)
     cluster, clusters = cta // plan.cluster, ctas // plan.cluster
     rank = cta - cluster * plan.cluster
     work = Work(

@@ -1,7 +1,8 @@
 """Static plan of the FP8 product on Hopper: tiles, stages, shared memory, and the choice for a call (see
 fp8_kernel.py)."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cutlass import Int32, Int64
@@ -170,3 +171,11 @@ def planned(rows: int, tokens: int) -> Plan:
     of_stage = Plan(rows, tokens, blocks, 2, cluster)
     stages = min(IN_FLIGHT // of_stage.weight_bytes, (SMEM_BYTES - ALIGNMENT) // of_stage.stage_bytes)
     return Plan(rows, tokens, blocks, stages, cluster)
+
+
+@functools.cache
+def sharing(plan: Plan) -> Plan:
+    """The plan with so few stages that two CTAs share a multiprocessor, for a part of a joint launch: the CTAs of
+    another part run at the same time. Tiles and clusters are the same."""
+    stages = min(plan.stages, (SMEM_BYTES // 2 - ALIGNMENT) // plan.stage_bytes)
+    return replace(plan, stages=stages, ctas_per_sm=2)

@@ -16,11 +16,13 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture, multiprocessors
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.linear import wgmma
-from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, launch
+from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, body, launch
 from dsv4_kernels.model_shapes import ModelShapes
 
 TILES = (
@@ -30,6 +32,8 @@ TILES = (
     Tile(rows=128, tokens=128, at_once=1, row_warps=2, token_warps=4, stages=4),
 )
 """Tiles of `kernel`, for any architecture."""
+PART_TILE = TILES[0]
+"""The tile of a product in a joint launch, of few tokens."""
 MANY_TOKENS = 256
 """From this many tokens on, a product by `kernel` is bound by arithmetic, and gets the largest tile whatever the number
 of waves."""
@@ -118,6 +122,12 @@ def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Ca
     return load_launcher(name, configuration, arch, of_kernel, Arguments, configuration, *[Int32] * counts)
 
 
+@functools.cache
+def part(fp32: bool) -> Part:
+    """A product of one group as a part of a joint launch."""
+    return Part("linear", Configuration(PART_TILE, fp32), Arguments, body, threads=PART_TILE.threads)
+
+
 def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:
     """Launches `out[t, g] = weight[g] @ x[t, g]`; returns out.
 
@@ -134,9 +144,22 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
     """
     for what, operand in (("x", x), ("weight", weight)):
         check_rows(f"{op}: {what}", operand)
-    (num_tokens, groups, channels), num_rows = x.shape, weight.shape[1]
+    groups = x.shape[1]
     if not out.numel():
         return out
+    arch, alone = architecture(name, x.device), functools.partial(_run_alone, name, op, x, weight, out, tile)
+    if groups == 1:
+        arguments, ctas = _arguments(x, weight, out, PART_TILE)
+        as_part = part(out.dtype == torch.float32)
+        joint_launch.run(as_part, arch, arguments, ctas, current_stream(x.device), (x,), alone)
+    else:
+        alone()
+    return out
+
+
+def _run_alone(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile | None) -> None:
+    num_tokens, groups, _ = x.shape
+    num_rows = weight.shape[1]
     arch, pairs = architecture(name, x.device), stores_pairs(out)
     if tile is None:
         tile = chosen(arch, num_tokens, num_rows, groups, multiprocessors(x.device), pairs)
@@ -145,7 +168,20 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
             f"{op}: {tile} writes two rows at a time; the result has shape {tuple(out.shape)}, "
             f"strides {out.stride()} and begins at {out.data_ptr():#x}"
         )
-    row_tiles, token_tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
+    arguments, count = _arguments(x, weight, out, tile)
+    launcher = compile(configuration(tile, out.dtype == torch.float32), arch)
+    stream = current_stream(x.device)
+    if isinstance(tile, wgmma.Tile):
+        ctas = min(count * groups, multiprocessors(x.device))
+        launcher(arguments, Int32(count * groups), Int32(groups), Int32(ctas), stream)
+    else:
+        launcher(arguments, Int32(count), Int32(groups), stream)
+
+
+def _arguments(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | wgmma.Tile) -> tuple[Arguments, int]:
+    """Dynamic arguments, and the number of tiles of a group."""
+    (num_tokens, _, channels), num_rows = x.shape, weight.shape[1]
+    row_tiles = -(-num_rows // tile.rows)
     arguments = Arguments(
         x=x.data_ptr(),
         x_token_bytes=stride_bytes(x, 0),
@@ -161,14 +197,7 @@ def run(name: str, op: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile |
         channels=channels,
         num_row_tiles=row_tiles,
     )
-    launcher = compile(configuration(tile, out.dtype == torch.float32), arch)
-    count, stream = row_tiles * token_tiles, current_stream(x.device)
-    if isinstance(tile, wgmma.Tile):
-        ctas = min(count * groups, multiprocessors(x.device))
-        launcher(arguments, Int32(count * groups), Int32(groups), Int32(ctas), stream)
-    else:
-        launcher(arguments, Int32(count), Int32(groups), stream)
-    return out
+    return arguments, row_tiles * -(-num_tokens // tile.tokens)
 
 
 def _linear_fp32(name: str, x: Tensor, weight: Tensor, tile: Tile | wgmma.Tile | None = None) -> Tensor:

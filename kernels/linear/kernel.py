@@ -27,6 +27,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, pipeline, ptx
 from dsv4_kernels.device.bf16_rows import add
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch, sync_threads
 from dsv4_kernels.device.mma import multiply_bf16
 
 SEGMENTS = 4
@@ -147,11 +148,25 @@ class Place(NamedTuple):
 
 @cute.kernel
 def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
+    """The kernel of a launch of its own."""
+    _, group, _ = cute.arch.block_idx()
+    tile_of_group(args, configuration, group, cta_of_launch())
+
+
+def body(args: Arguments, configuration: Configuration, prepared: tuple, cta: Cta) -> None:
+    """The kernel as a part of a joint launch, of a product with one group."""
+    tile_of_group(args, configuration, Int32(0), cta)
+
+
+@cute.jit
+def tile_of_group(
+    args: Arguments, configuration: cutlass.Constexpr[Configuration], group: Int32, cta: cutlass.Constexpr[Cta]
+) -> None:
     """Computes one tile."""
     dependent_launch.begin()
     tile = configuration.tile
     thread, _, _ = cute.arch.thread_idx()
-    number, group, _ = cute.arch.block_idx()
+    number = cta.number
     memory = cutlass.utils.SmemAllocator()
     shared = memory.allocate_array(Uint32, num_elems=tile.shared_bytes // 4, byte_alignment=128)
     stages = Int32(shared.toint())
@@ -172,15 +187,15 @@ def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> 
     total.fill(0.0)
     chunks = (args.channels + (CHUNK - 1)) // CHUNK
     if cutlass.const_expr(tile.at_once == 1):
-        one_after_the_other(args, tile, place, chunks, thread, first, lane, stages, total)
+        one_after_the_other(args, tile, cta.threads, place, chunks, thread, first, lane, stages, total)
         store(args, configuration, place, first, lane, total)
     else:
-        side_by_side(args, tile, place, chunks, thread, segment, first, lane, stages, total)
+        side_by_side(args, tile, cta.threads, place, chunks, thread, segment, first, lane, stages, total)
         if segment > 0:
             ours = sums_address(tile, stages, segment, within, lane)
             for i in cutlass.range_constexpr(tile.accumulators):
                 ptx.store_shared_f32(ours + i * (4 * WARP), total[i])
-        cute.arch.sync_threads()
+        sync_threads(cta.threads)
         if segment == 0:
             for i in cutlass.range_constexpr(tile.accumulators):
                 total[i] = add(Float32(0.0), total[i])
@@ -206,6 +221,7 @@ def begin_of(segment: Int32 | int, chunks: Int32) -> Int32:
 def one_after_the_other(
     args: Arguments,
     tile: cutlass.Constexpr[Tile],
+    threads: cutlass.Constexpr[int | None],
     place: Place,
     chunks: Int32,
     thread: Int32,
@@ -224,7 +240,7 @@ def one_after_the_other(
         sums.fill(0.0)
         for i in cutlass.range(begin_of(segment, chunks), begin_of(segment + 1, chunks), unroll=1):
             cute.arch.cp_async_wait_group(tile.stages - 2)
-            cute.arch.sync_threads()  # all threads' copies have arrived, and all have read the stage before
+            sync_threads(threads)  # all threads' copies have arrived, and all have read the stage before
             following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
             load(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
             cute.arch.cp_async_commit_group()
@@ -239,6 +255,7 @@ def one_after_the_other(
 def side_by_side(
     args: Arguments,
     tile: cutlass.Constexpr[Tile],
+    threads: cutlass.Constexpr[int | None],
     place: Place,
     chunks: Int32,
     thread: Int32,
@@ -258,7 +275,7 @@ def side_by_side(
     stage = Int32(0)
     for i in cutlass.range(longest, unroll=1):
         cute.arch.cp_async_wait_group(tile.stages - 2)
-        cute.arch.sync_threads()
+        sync_threads(threads)
         following = pipeline.index_after(stage, tile.stages, tile.stages - 1)
         load_segments(args, tile, place, i + (tile.stages - 1), chunks, thread, stages + following * tile.stage_bytes)
         cute.arch.cp_async_commit_group()
@@ -267,7 +284,7 @@ def side_by_side(
             sum_chunk(tile, at, first, lane, sums)
         stage = pipeline.index_after(stage, tile.stages)
     cute.arch.cp_async_wait_group(0)
-    cute.arch.sync_threads()  # no thread reads the stages any more: the segments' sums overwrite them
+    sync_threads(threads)  # no thread reads the stages any more: the segments' sums overwrite them
 
 
 @cute.jit

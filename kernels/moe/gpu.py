@@ -5,7 +5,7 @@ Rows are padded to whole blocks by `dsv4_kernels.device.fp8_rows`.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -18,8 +18,11 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK_BYTES, load_words_if
 from dsv4_kernels.device.fp8_rows import chunk_of_thread, store_codes
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.fp8_rows import THREADS, Codes, bf16_result, new_codes, num_ctas
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -46,9 +49,15 @@ def launch(arguments: Arguments, is_fp8: cutlass.Constexpr[bool], ctas: Int32, s
 
 @cute.kernel
 def kernel(args: Arguments, is_fp8: cutlass.Constexpr[bool]) -> None:
+    """The kernel of a launch of its own."""
+    body(args, is_fp8, (), cta_of_launch())
+
+
+@cute.jit
+def body(args: Arguments, is_fp8: cutlass.Constexpr[bool], prepared: tuple, cta: cutlass.Constexpr[Cta]) -> None:
     """Computes one chunk."""
     dependent_launch.begin()
-    row, chunk, exists = chunk_of_thread(args.to)
+    row, chunk, exists = chunk_of_thread(args.to, cta.number)
     offset = Int64(row) * args.row_bytes + chunk * CHUNK_BYTES
     gate, up = load_words_if(exists, args.gate + offset), load_words_if(exists, args.up + offset)
     words = product(gate, up, args.limit)
@@ -73,6 +82,12 @@ def compile(is_fp8: bool, arch: str) -> Callable[..., None]:
     return load_launcher("swiglu", "fp8" if is_fp8 else "bf16", arch, launch, Arguments, is_fp8, Int32)
 
 
+@cache
+def part(is_fp8: bool) -> Part:
+    """The kernel as a part of a joint launch."""
+    return Part("swiglu", is_fp8, Arguments, body, threads=THREADS)
+
+
 def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> None:
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     arguments = Arguments(
@@ -82,8 +97,16 @@ def _run(name: str, gate_up: Tensor, limit: float, to: Codes, is_fp8: bool) -> N
         limit=limit,
         to=to,
     )
-    launcher = compile(is_fp8, architecture(name, gate_up.device))
-    launcher(arguments, Int32(num_ctas(rows, dim)), current_stream(gate_up.device))
+    arch, ctas, stream = architecture(name, gate_up.device), num_ctas(rows, dim), current_stream(gate_up.device)
+    joint_launch.run(
+        part(is_fp8),
+        arch,
+        arguments,
+        ctas,
+        stream,
+        (gate_up,),
+        alone=lambda: compile(is_fp8, arch)(arguments, Int32(ctas), stream),
+    )
 
 
 def _check(what: str, gate_up: Tensor) -> tuple[int, int]:

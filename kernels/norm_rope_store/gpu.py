@@ -3,7 +3,7 @@
 A warp computes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of
 16 bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
 halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and sine
-of pair l; lane 24 + i gets those of its four pairs from lanes 4 i to 4 i + 3.
+of pair l; lane 24 + i gets cosines and sines of its four pairs from lanes 4 i to 4 i + 3.
 
 The first CTAs make window rows, a warp a token, because these take longest. The other CTAs make queries: a warp has
 `heads_a_warp` heads of a token, which share the angles, and issues all their loads before it uses the first. Warps
@@ -11,7 +11,7 @@ share nothing and never wait for each other.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -24,9 +24,12 @@ from torch import Tensor
 from dsv4_kernels.device import bf16_rows as rows_of
 from dsv4_kernels.device import dependent_launch, e4m3, ptx
 from dsv4_kernels.device.bf16_rows import WARP
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch
 from dsv4_kernels.device.rotation import cosine_and_sine, position_of, turned
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.addresses import row_bytes
 from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.kv_layout import (
@@ -96,10 +99,16 @@ def launch(arguments: Arguments, heads_a_warp: cutlass.Constexpr[int], num_ctas:
 
 @cute.kernel
 def kernel(args: Arguments, heads_a_warp: cutlass.Constexpr[int]) -> None:
+    """The kernel of a launch of its own."""
+    body(args, heads_a_warp, (), cta_of_launch())
+
+
+@cute.jit
+def body(args: Arguments, heads_a_warp: cutlass.Constexpr[int], prepared: tuple, place: cutlass.Constexpr[Cta]) -> None:
     """Makes the rows of each warp."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
+    cta = place.number
     lane = thread % WARP
     if cta < args.kv_ctas:
         token = cta * WARPS + thread // WARP
@@ -247,6 +256,12 @@ def compile(heads_a_warp: int, arch: str) -> Callable[..., None]:
     )
 
 
+@cache
+def part(heads_a_warp: int) -> Part:
+    """The kernel as a part of a joint launch."""
+    return Part("norm_rope_store", heads_a_warp, Arguments, body, threads=WARPS * WARP)
+
+
 def _table(destination: Destination) -> Table:
     table, rows = destination
     if table.format is RowFormat.PLAIN:
@@ -316,8 +331,17 @@ def _run(
         kv_ctas=kv_ctas,
     )
     num_ctas = kv_ctas + -(-tokens * -(-heads // heads_a_warp) // WARPS)
-    arch = architecture(name, q.device)
-    compile(heads_a_warp, arch)(arguments, Int32(num_ctas), current_stream(q.device))
+    arch, stream = architecture(name, q.device), current_stream(q.device)
+    inputs = q, kv, positions, *(destination.rows for destination in destinations)
+    joint_launch.run(
+        part(heads_a_warp),
+        arch,
+        arguments,
+        num_ctas,
+        stream,
+        inputs,
+        lambda: compile(heads_a_warp, arch)(arguments, Int32(num_ctas), stream),
+    )
 
 
 def sm90(*arguments: object) -> None:

@@ -42,7 +42,8 @@ def launch(arguments: Arguments, num_ctas: Int32, stream: cuda.CUstream) -> None
 def kernel(args: Arguments) -> None:
     """Quantises one chunk."""
     dependent_launch.begin()
-    row, chunk, exists = chunk_of_thread(args.to)
+    cta, _, _ = cute.arch.block_idx()
+    row, chunk, exists = chunk_of_thread(args.to, cta)
     words = bf16_rows.load_words_if(exists, args.x + Int64(row) * args.x_row_bytes + chunk * CHUNK_BYTES)
     store_codes(args.to, row, chunk, exists, bf16_rows.channels(words))
 

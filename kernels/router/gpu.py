@@ -7,7 +7,7 @@ id, lane j has the token's expert j.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -19,7 +19,10 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import WARP, add, at_least, magnitude, mul
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -80,16 +83,28 @@ def launch(
 
 @cute.kernel
 def kernel(args: Arguments, configuration: cutlass.Constexpr[Configuration]) -> None:
+    """The kernel of a launch of its own."""
+    body(args, configuration, (), cta_of_launch())
+
+
+@cute.jit
+def body(
+    args: Arguments, configuration: cutlass.Constexpr[Configuration], prepared: tuple, cta: cutlass.Constexpr[Cta]
+) -> None:
     """Routes the tokens of a CTA."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    token, lane = cta * WARPS + thread // WARP, thread % WARP
+    token, lane = cta.number * warps_of(cta) + thread // WARP, thread % WARP
     if token < args.num_tokens:
         if cutlass.const_expr(configuration.experts > 0):
             by_score(args, configuration, token, lane)
         else:
             by_token_id(args, configuration, token, lane)
+
+
+def warps_of(cta: Cta) -> int:
+    """Warps, and so tokens, of a CTA."""
+    return WARPS if cta.threads is None else cta.threads // WARP
 
 
 def score_of(logit: Float32) -> Float32:
@@ -227,6 +242,13 @@ def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     return load_launcher("router", configuration, arch, launch, Arguments, configuration, Int32)
 
 
+@cache
+def part(configuration: Configuration, chained: bool = False) -> Part:
+    """The kernel as a part of a joint launch, or as a kernel of a chain."""
+    threads = joint_launch.CHAIN_THREADS if chained else WARPS * WARP
+    return Part("router", configuration, Arguments, body, threads=threads)
+
+
 def _run(
     name: str,
     logits: Tensor,
@@ -262,8 +284,18 @@ def _run(
             scale=scale,
             num_tokens=tokens,
         )
-        arch = architecture(name, logits.device)
-        compile(configuration, arch)(arguments, Int32(-(-tokens // WARPS)), current_stream(logits.device))
+        arch, ctas, stream = architecture(name, logits.device), -(-tokens // WARPS), current_stream(logits.device)
+        inputs = logits, *(tensor for tensor in given.values() if tensor is not None)
+        as_part = part(configuration, joint_launch.in_chain())
+        joint_launch.run(
+            as_part,
+            arch,
+            arguments,
+            -(-tokens * WARP // as_part.threads),
+            stream,
+            inputs,
+            alone=lambda: compile(configuration, arch)(arguments, Int32(ctas), stream),
+        )
     return weights, experts
 
 
@@ -301,13 +333,17 @@ def sm100_hash(logits: Tensor, expert_table: Tensor, token_ids: Tensor, scale: f
     return _hash("sm100", logits, expert_table, token_ids, scale)
 
 
+def configurations(model: ModelShapes) -> list[Configuration]:
+    """The learned router's, and that of routing by token id for a model whose first layers have it."""
+    by_token_id = [Configuration(model.experts_per_token, 0, wide_ids=True)] if model.routes_by_token_id else []
+    return [Configuration(model.experts_per_token, model.experts), *by_token_id]
+
+
 def topk_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """The compile job of `route_topk_logits`."""
-    return [partial(compile, Configuration(model.experts_per_token, model.experts), arch)]
+    return [partial(compile, configurations(model)[0], arch)]
 
 
 def hash_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """The compile job of `route_hash_logits`; none for a model whose layers all have a learned router."""
-    if not model.routes_by_token_id:
-        return []
-    return [partial(compile, Configuration(model.experts_per_token, 0, wide_ids=True), arch)]
+    return [partial(compile, configuration, arch) for configuration in configurations(model)[1:]]

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
 from sglang_dsv4.layers.compressor import Compressor
+from sglang_dsv4.layers.concurrent import together
 from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.layers.rank_sum import sum_attention
+from sglang_dsv4.layers.peer_sums import Part
+from sglang_dsv4.layers.rank_sum import output_of_attention
 from sglang_dsv4.layers.rope import Rotation
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
-from sglang_dsv4.layers.side_stream import side_by_side
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 
@@ -97,16 +98,23 @@ class Attention(nn.Module):
                 self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
         self.rope = Rotation(config, kind)
 
-    def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
-        """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `positions [T]` int64."""
-        backend = get_attn_backend()
-        q_latent, kv = self.wqkv_a(x.of_linear)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)
+    def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor | Part:
+        """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
+        next boundary; `positions [T]` int64."""
+        backend, tokens, indexer = get_attn_backend(), len(positions), self.indexer
+        latents, projected = together(
+            tokens, lambda: self.wqkv_a(x.of_linear)[0], self.projection and (lambda: self.projection(x.rows))
+        )
+        q_latent, kv = latents.split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = self.q_norm.of_linear(q_latent, self.quantises)
+        q, index_q = together(
+            tokens, lambda: self.wq_b(q_latent)[0], indexer and (lambda: indexer.query(q_latent, rows))
+        )
         window = backend.window(self.layer_id)
-
-        def query() -> Tensor:
-            return norm_rope_store(
-                self.wq_b(q_latent)[0].unflatten(-1, (self.num_local_heads, self.config.head_dim)),
+        q, _, index_query = together(
+            tokens,
+            lambda: norm_rope_store(
+                q.unflatten(-1, (self.num_local_heads, self.config.head_dim)),
                 kv,
                 self.kv_norm.weight,
                 positions,
@@ -114,29 +122,25 @@ class Attention(nn.Module):
                 self.config.rms_norm_eps,
                 window.destinations,
                 qat=self.config.qat.kv_fp8,
-            )
-
-        q, selected = side_by_side(query, lambda: self.compress(x.rows, q_latent, positions, rows), len(positions))
+            ),
+            projected and (lambda: self.store_entries(projected, x.rows.dtype)),
+            indexer and (lambda: indexer.rotated(index_q, projected[2], positions, rows)),
+        )
+        selected = indexer.select(*index_query, rows) if indexer else None
         o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
         return self.project(o, positions, rows)
 
-    def compress(self, x: Tensor, q_latent: Tensor | Fp8Input, positions: Tensor, rows: RowShards) -> Tensor | None:
-        """Store the entries of the compression groups that this forward closes.
+    def store_entries(self, projected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        """Store the entries, and in a CSA layer the indexer's keys, of the compression groups that this forward closes.
 
-        Returns:
-            in a CSA layer the entry rows [T, index_topk] that the indexer selects, else None.
+        Args:
+            projected: the products of the sublayer's input with the matrices of the compressor and the indexer.
+            dtype: of the model.
         """
-        if self.projection is None:
-            return None
-        kv, score, *of_indexer = self.projection(x)
-        compressions = [self.compressor.compression(kv, score)]
+        compressions = [self.compressor.compression(*projected[:2])]
         if self.indexer is not None:
-            head_weights, kv, score = of_indexer
-            compressions.append(self.indexer.compressor.compression(kv, score))
-        compress_store(get_attn_backend().groups(self.layer_id), compressions, x.dtype)
-        if self.indexer is None:
-            return None
-        return self.indexer(head_weights, q_latent, positions, rows)
+            compressions.append(self.indexer.compressor.compression(*projected[3:]))
+        compress_store(get_attn_backend().groups(self.layer_id), compressions, dtype)
 
     def store_context(self, x: Tensor | Fp8Input, positions: Tensor, destinations: Sequence[Destination]) -> None:
         """Store window rows of a DSpark draft's context, tokens that do not pass through this layer.
@@ -158,6 +162,6 @@ class Attention(nn.Module):
             qat=self.config.qat.kv_fp8,
         )
 
-    def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor:
-        """The sublayer's output [T, d] for this rank's rows, from the attention's `o [T, local heads, head_dim]`."""
-        return sum_attention(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)
+    def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor | Part:
+        """The sublayer's output as `forward` returns it, from the attention's `o [T, local heads, head_dim]`."""
+        return output_of_attention(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)

@@ -52,25 +52,33 @@ class Indexer(nn.Module):
         width = Compressor.width(LayerKind.CSA, config.index_head_dim)
         return config.index_n_heads, width, width
 
-    def forward(
-        self,
-        head_weights: Tensor,
-        q_latent: Tensor | Fp8Input,
-        positions: Tensor,
-        rows: RowShards,
-    ) -> Tensor:
+    def query(self, q_latent: Tensor | Fp8Input, rows: RowShards) -> Tensor:
+        """The queries [own tokens, index heads, index_head_dim] of this rank's share of the tokens, before RoPE.
+
+        Args:
+            q_latent: [T, q_lora_rank], the normed query latent of the main attention.
+            rows: this rank's share of the tokens, for which it selects.
+        """
+        q_latent = q_latent.of_tokens(rows.own) if isinstance(q_latent, Fp8Input) else q_latent[rows.own]
+        return self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
+
+    def rotated(self, q: Tensor, head_weights: Tensor, positions: Tensor, rows: RowShards) -> tuple[Tensor, Tensor]:
+        """`query` after RoPE and quantiser, and the weights [own tokens, index heads] fp32 of the heads' scores.
+
+        Args:
+            q: the result of `query`.
+            head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
+            positions: [T] int64.
+            rows: this rank's share of the tokens.
+        """
+        frequencies, quantise = self.compressor.rope.frequencies, self.config.qat.indexer_fp4
+        return index_query(q, head_weights[rows.own], positions[rows.own], frequencies, self.weight_scale, quantise)
+
+    def select(self, q: Tensor, weights: Tensor, rows: RowShards) -> Tensor:
         """Rows of the selected entries, [T, index_topk] int32, -1 = hole. This forward's keys must be written before.
 
         Args:
-            head_weights: [T, index heads] fp32, the sublayer's normed input times `weights_proj`.
-            q_latent: [T, q_lora_rank], the normed query latent of the main attention.
-            positions: [T] int64.
-            rows: this rank's share of the tokens, for which it selects.
+            q, weights: the results of `rotated`.
+            rows: this rank's share of the tokens; the result has all tokens.
         """
-        own = rows.own
-        q_latent = q_latent.of_tokens(own) if isinstance(q_latent, Fp8Input) else q_latent[own]
-        q = self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
-        frequencies, quantise = self.compressor.rope.frequencies, self.config.qat.indexer_fp4
-        q, weights = index_query(q, head_weights[own], positions[own], frequencies, self.weight_scale, quantise)
-        chosen = get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, own)
-        return rows.gather(chosen)
+        return rows.gather(get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, rows.own))

@@ -16,19 +16,22 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts
+from sglang_dsv4.layers.concurrent import in_order, side_by_side, together
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.layers.packed_experts import PackedExperts
-from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
+from sglang_dsv4.layers.peer_sums import Part
+from sglang_dsv4.layers.rank_sum import dtype_of_parts, output_of_experts
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
-from sglang_dsv4.layers.side_stream import side_by_side
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
 from sglang_dsv4.weights.updates.host_part import HostPart
 
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+    from dsv4_kernels.moe.sm90.launch import Work
 
 
 class Gate(nn.Module):
@@ -51,14 +54,17 @@ class Gate(nn.Module):
         else:
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, x: Tensor) -> Tensor:
+        """Every expert's logit [T, E] fp32; `x [T, d]` in the model's dtype."""
+        return linear_fp32(x, self.weight)
+
+    def forward(self, logits: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, k] fp32, which sum to `routed_scaling_factor`, and experts [T, k] int32.
 
         Args:
-            x: [T, d] model dtype.
+            logits: the result of `logits`.
             input_ids: [T] integer token ids, in [0, vocab_size).
         """
-        logits = linear_fp32(x, self.weight)
         if self.tid2eid is not None:
             return route_hash_logits(logits, self.tid2eid, input_ids, self.scale)
         return route_topk_logits(logits, self.bias, self.top_k, self.scale)
@@ -147,12 +153,19 @@ class SharedExpert(nn.Module):
             channels, d, bias=False, reduce_results=False, quant_config=quant_config, prefix=f"{prefix}.w2"
         )
 
-    def forward(self, x: SublayerInput) -> Tensor:
-        """This rank's part of the shared expert's output: [T, d] in the model's dtype."""
-        gate_up = self.w13(x.of_linear)[0]
+    def gate_up(self, x: SublayerInput) -> Tensor:
+        """The first product: [T, 2 * this rank's channels] in the model's dtype, the gate first."""
+        return self.w13(x.of_linear)[0]
+
+    def hidden(self, gate_up: Tensor) -> Tensor | Fp8Input:
+        """The clamped SwiGLU of `gate_up`, as `down` takes it."""
         if self.quantises:
-            return self.w2(Fp8Input(*swiglu_fp8(gate_up, self.swiglu_limit, column_major=True)))[0]
-        return self.w2(fused_swiglu(gate_up, self.swiglu_limit))[0]
+            return Fp8Input(*swiglu_fp8(gate_up, self.swiglu_limit, column_major=True))
+        return fused_swiglu(gate_up, self.swiglu_limit)
+
+    def down(self, hidden: Tensor | Fp8Input) -> Tensor:
+        """This rank's part of the shared expert's output: [T, d] in the model's dtype."""
+        return self.w2(hidden)[0]
 
 
 class MoE(nn.Module):
@@ -193,8 +206,11 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS) -> Tensor:
-        """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `input_ids [T]`.
+    def forward(
+        self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS
+    ) -> Tensor | Part:
+        """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
+        next boundary; `input_ids [T]`.
 
         `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is
         fp32, see `rank_sum`.
@@ -202,13 +218,26 @@ class MoE(nn.Module):
         x = given.rows
         if not len(x):
             return x
-        (weights, experts), shared = side_by_side(
-            lambda: self.gate(x, input_ids), lambda: self.shared_experts(given), len(x)
+        tokens, shared_expert = len(x), self.shared_experts
+        logits, gate_up = together(tokens, lambda: self.gate.logits(x), lambda: shared_expert.gate_up(given))
+        (weights, experts, work), hidden = together(
+            tokens, lambda: self.choose(logits, input_ids), lambda: shared_expert.hidden(gate_up)
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
-            both = self.experts(x, weights, experts, shared, dtype)
+            slot_rows, shared = side_by_side(
+                lambda: self.experts.multiply(x, work), lambda: shared_expert.down(hidden), tokens
+            )
+            both = self.experts.sum(slot_rows, work, shared, dtype)
         else:
+            shared = shared_expert.down(hidden)
             # PyTorch adds two bf16 rows in fp32 and rounds once, if the result is bf16.
             both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
-        return sum_over_ranks(both, rows).to(x.dtype) if self.tp_size > 1 else both
+        return output_of_experts(both, rows, x.dtype) if self.tp_size > 1 else both
+
+    def choose(self, logits: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor, Work | None]:
+        """The gate's weights and experts, and the packed experts' work; None for experts of another kind."""
+        with in_order():
+            weights, experts = self.gate(logits, input_ids)
+            work = self.experts.plan(weights, experts) if isinstance(self.experts, PackedExperts) else None
+        return weights, experts, work

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
@@ -16,6 +17,9 @@ from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
+
+if TYPE_CHECKING:
+    from dsv4_kernels.moe.sm90.launch import Work
 
 logger = logging.getLogger(__name__)
 
@@ -84,22 +88,36 @@ class PackedExperts(LocalExperts):
             )
         self.seconds = time.perf_counter() - begin
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def plan(self, weights: Tensor, experts: Tensor) -> Work:
+        """The slots and work tiles of this rank's experts.
+
+        Args:
+            weights: [T, k] fp32.
+            experts: [T, k] int32, numbers among the experts of all ranks.
+        """
+        from dsv4_kernels.moe.sm90.launch import plan_work
+
+        assert self.arranged is not None, f"{self.prefix}: weights were never loaded"
+        return plan_work(weights, experts, self.arranged, self.first_local_expert)
+
+    def multiply(self, x: Tensor, work: Work) -> Tensor:
+        """The weighted outputs of this rank's experts, for `sum`; `x [T, d]` bf16."""
+        from dsv4_kernels.moe.sm90.launch import multiply_all
+
+        return multiply_all(x, work, self.arranged, self.swiglu_limit)
+
+    def sum(self, slot_rows: Tensor, work: Work, shared: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's part of the sum over experts, the shared expert included: [T, d] in `dtype`.
 
         Args:
-            x: [T, d] bf16.
-            weights: [T, k] fp32.
-            experts: [T, k] int32, numbers among the experts of all ranks.
-            shared: [T, d] bf16, the shared expert's part; None for none.
+            slot_rows: the result of `multiply`.
+            work: the result of `plan`.
+            shared: [T, d] bf16, the shared expert's part.
             dtype: of the result, fp32 or bf16.
         """
-        from dsv4_kernels.moe.sm90.launch import experts_forward
+        from dsv4_kernels.moe.sm90.launch import sum_products
 
-        assert self.arranged is not None, f"{self.prefix}: weights were never loaded"
-        return experts_forward(
-            x, weights, experts, self.arranged, self.swiglu_limit, self.first_local_expert, dtype, shared
-        )
+        return sum_products(slot_rows, work, dtype, shared)
 
 
 class PackedPart:

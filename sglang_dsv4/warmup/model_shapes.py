@@ -11,6 +11,7 @@ from sglang_dsv4.attention.metadata import step_layout
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers import (
+    concurrent,
     data_parallel,
     fp8_linear,
     grouped_projection,
@@ -63,7 +64,10 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         packed_experts=packed,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
         experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
+        shared_channels=config.moe_intermediate_size // get_parallel().tp_size,
+        joins_launches=on_gpu and concurrent.joins(),
         peer_sum_ranks=peer_sums.ranks(),
+        peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
     )
 
 

@@ -28,13 +28,13 @@ from serving.speculation import (
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
+pytestmark = pytest.mark.slow  # each of the servers
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
     "DSPARK": {"DecodeCudaGraphRunner": 6, "DraftDecodeCudaGraphRunner": 5},
 }
 
-# The switch needs a further server.
-PARAMS = ["DSPARK", *(pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE", NO_EPILOGUE))]
+PARAMS = ["DSPARK", "EAGLE", NO_EPILOGUE]
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 11])
+@pytest.mark.parametrize("at_once", [1, 11])
 def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at_once: int) -> None:
     """Drafts accepted up to every position across groups and pages; then the draft's own, nearly all rejected."""
     lengths = {1: [250], 11: [1, 2, 3, 4, 123, 124, 125, 126, 253, 254, 255]}[at_once]
@@ -73,7 +73,6 @@ def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at
     assert_same(plain, drafted)
 
 
-@pytest.mark.slow
 def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: Speculating) -> None:
     """The page's tail was stored a step after the page was full, and has the rows of the accepted tokens."""
     prompts = random_prompts(7, [240, 244])
@@ -115,7 +114,6 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
     assert "Traceback" not in replaying.server.log
 
 
-@pytest.mark.slow
 def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
     """DSpark's epilogue is on, in which rank 0 sends the other rank the number of accepted drafts."""
     ranks = ("--tp", "2")

@@ -22,7 +22,7 @@ from sglang.srt.sampling.watermarking.detector import detect
 
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.layers import grouped_projection
+from sglang_dsv4.layers import concurrent, grouped_projection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +33,7 @@ SWITCHES = (
     (grouped_projection.VARIABLE, "bf16"),
     (grouped_projection.VARIABLE, "fp8"),
     (dependent_launch.VARIABLE, "off"),
+    (concurrent.VARIABLE, "on"),
 )
 FLAG_SETS = {
     "graphs": "--cuda-graph-backend-decode full --cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding "

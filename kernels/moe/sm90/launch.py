@@ -15,6 +15,7 @@ from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
@@ -127,7 +128,16 @@ def list_work(
         tiles=listed.tiles.data_ptr(),
         totals=listed.totals.data_ptr(),
     )
-    work_list.compile(ARCH)(arguments, current_stream(device))
+    stream = current_stream(device)
+    joint_launch.run(
+        work_list.PART,
+        ARCH,
+        arguments,
+        1,
+        stream,
+        (weights, experts),
+        alone=lambda: work_list.compile(ARCH)(arguments, stream),
+    )
     return listed
 
 
@@ -215,6 +225,97 @@ def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dt
     return out
 
 
+class Work(NamedTuple):
+    """The work of a call: the result of `plan_work`."""
+
+    experts: Tensor  # [T, k] int32
+    listed: Listed
+    shape: Shape
+    overlaps: bool
+    """Whether launches begin early."""
+
+
+def plan_work(
+    weights: Tensor,
+    experts: Tensor,
+    packed: HopperExperts,
+    expert_offset: int = 0,
+    shape: Shape | None = None,
+    overlaps: bool | None = None,
+) -> Work:
+    """The slots and work tiles of the routed experts of this rank, for one token at least.
+
+    Args:
+        weights: [T, k] fp32.
+        experts: [T, k] integer, among all experts.
+        packed: weights of this rank.
+        expert_offset: id of the rank's first expert.
+        shape: shape of the work tiles; None chooses by the numbers of tokens and experts. The bits are the same.
+        overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
+
+    Raises:
+        ValueError: there are more experts than the work list supports, or more tokens than a grid of the quantiser
+            takes.
+    """
+    if packed.num_experts > work_list.MAX_EXPERTS:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
+        )
+    groups = most_groups(experts.numel(), packed.num_experts)
+    if groups > MOST_CTAS_IN_Y:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm90: {len(experts)} tokens of {experts.shape[1]} experts may need {groups} "
+            f"groups of {GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
+        )
+    weights, experts = weights.float().contiguous(), experts.int().contiguous()
+    shape = shape or shape_for(*experts.shape, packed.num_experts)
+    least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
+    if overlaps is None:
+        overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS
+    with dependent_launch.switched(overlaps):
+        listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
+    return Work(experts, listed, shape, overlaps)
+
+
+def multiply_all(x: Tensor, work: Work, packed: HopperExperts, swiglu_limit: float) -> Tensor:
+    """The weighted output of every slot of `work`: bf16 [slots, d]; rows of empty slots are undefined.
+
+    Args:
+        x: [T, d] bf16.
+        work: the result of `plan_work`.
+        packed: weights of this rank.
+        swiglu_limit: clamp of gate and up.
+
+    Raises:
+        ValueError: rows of x cannot be read 16 bytes at a time.
+    """
+    check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
+    listed, shape = work.listed, work.shape
+    with dependent_launch.switched(work.overlaps):
+        quantised = quantise(x, listed, chooses=True)
+        hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
+        quantised = quantise(hidden, listed, chooses=False)
+        return multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2)
+
+
+def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+    """The sum over the experts of each token: [T, d] in `dtype`.
+
+    Args:
+        slot_rows: the result of `multiply_all`.
+        work: the result of `plan_work`.
+        dtype: fp32 or bf16.
+        shared: [T, d] bf16, output of the shared expert, added to the sum; for a bf16 result, to the rounded sum.
+
+    Raises:
+        ValueError: rows of `shared` cannot be read 16 bytes at a time.
+    """
+    if shared is not None:
+        check_rows("mxfp4_experts_forward: shared", shared, slot_rows.shape[1])
+    with dependent_launch.switched(work.overlaps):
+        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared)
+
+
 def experts_forward(
     x: Tensor,
     weights: Tensor,
@@ -227,54 +328,15 @@ def experts_forward(
     shape: Shape | None = None,
     overlaps: bool | None = None,
 ) -> Tensor:
-    """The weighted sum over the routed experts of this rank.
+    """The weighted sum over the routed experts of this rank: [T, d] in `dtype`.
 
-    Args:
-        x: [T, d] bf16.
-        weights: [T, k] fp32.
-        experts: [T, k] integer, among all experts.
-        packed: weights of this rank.
-        swiglu_limit: clamp of gate and up.
-        expert_offset: id of the rank's first expert.
-        dtype: of the result, fp32 or bf16.
-        shared: [T, d] bf16, output of the shared expert, added to the sum; for a bf16 result, to the rounded sum.
-        shape: shape of the work tiles; None chooses by the numbers of tokens and experts. The bits are the same.
-        overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
-
-    Returns:
-        [T, d] in `dtype`.
-
-    Raises:
-        ValueError: rows cannot be read 16 bytes at a time, there are more experts than the work list supports, or more
-            tokens than a grid of the quantiser takes.
+    Args and errors: as for `plan_work`, `multiply_all` and `sum_products`.
     """
-    check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
-    if packed.num_experts > work_list.MAX_EXPERTS:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
-        )
-    groups = most_groups(experts.numel(), packed.num_experts)
-    if groups > MOST_CTAS_IN_Y:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: {len(x)} tokens of {experts.shape[1]} experts may need {groups} groups of "
-            f"{GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
-        )
-    if shared is not None:
-        check_rows("mxfp4_experts_forward: shared", shared, packed.hidden_size)
     if not x.shape[0]:
         return x.new_empty(x.shape, dtype=dtype)
-    weights, experts = weights.float().contiguous(), experts.int().contiguous()
-    shape = shape or shape_for(*experts.shape, packed.num_experts)
-    least_paired = least_paired_tiles(packed, hardware_multiprocessors(x.device))
-    if overlaps is None:
-        overlaps = dependent_launch.is_on() and len(x) <= EARLY_TOKENS
-    with dependent_launch.switched(overlaps):
-        listed = list_work(weights, experts, packed.num_experts, expert_offset, shape, least_paired)
-        quantised = quantise(x, listed, chooses=True)
-        hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
-        quantised = quantise(hidden, listed, chooses=False)
-        slot_rows = multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2)
-        return sum_rows(slot_rows, experts, listed, dtype, shared)
+    check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
+    work = plan_work(weights, experts, packed, expert_offset, shape, overlaps)
+    return sum_products(multiply_all(x, work, packed, swiglu_limit), work, dtype, shared)
 
 
 def mxfp4_experts_forward(

@@ -14,11 +14,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch, sync_threads
+from dsv4_kernels.device.warp import prefix_sum
+from dsv4_kernels.host.joint_launch import CHAIN_THREADS, Part
 from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.moe.sm90.plan import WARP, TileField
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
-THREADS = 1024
+THREADS = CHAIN_THREADS
 MAX_EXPERTS = THREADS
 """Experts of a rank at most: one a thread."""
 AT_ONCE = 8
@@ -57,6 +60,12 @@ def launch(args: Arguments, stream: cuda.CUstream) -> None:
 
 @cute.kernel
 def kernel(args: Arguments) -> None:
+    """The kernel of a launch of its own."""
+    body(args, None, (), cta_of_launch())
+
+
+@cute.jit
+def body(args: Arguments, configuration: cutlass.Constexpr[None], prepared: tuple, cta: cutlass.Constexpr[Cta]) -> None:
     """Counts pairs, sums groups and work tiles over experts, and assigns slots."""
     thread, _, _ = cute.arch.thread_idx()
     memory = cutlass.utils.SmemAllocator()
@@ -65,7 +74,7 @@ def kernel(args: Arguments) -> None:
     warp_sums = Int32(memory.allocate_array(Int32, num_elems=SUMS * WARP, byte_alignment=16).toint())
     ours = counts + thread * 4
     ptx.store_shared_u32(ours, Int32(0))
-    cute.arch.sync_threads()
+    sync_threads(cta.threads)
     dependent_launch.begin()
     for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
         pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
@@ -73,11 +82,11 @@ def kernel(args: Arguments) -> None:
         for i in cutlass.range_constexpr(AT_ONCE):
             if experts[i] >= 0:
                 count_one(counts + experts[i] * 4)
-    cute.arch.sync_threads()
+    sync_threads(cta.threads)
     count = load_shared_i32(ours)
     groups = (count + (GROUP - 1)) // GROUP
     own = tuple((groups + (width - 1)) // width for width in (args.tile_groups, args.paired_groups))
-    before, of_all = sums_before(warp_sums, thread, (groups, *own))
+    before, of_all = sums_before(warp_sums, thread, (groups, *own), cta.threads)
     groups_before, tiles, tiles_before, all_groups, all_tiles = before[0], own[0], before[1], of_all[0], of_all[1]
     if of_all[2] >= args.least_tiles:
         tiles, tiles_before, all_tiles = own[1], before[2], of_all[2]
@@ -85,7 +94,7 @@ def kernel(args: Arguments) -> None:
         ptx.store_i32(args.totals, all_tiles)
         ptx.store_i32(args.totals + 4, all_groups)
     ptx.store_shared_u32(ours, groups_before * GROUP)  # an expert's own thread has read its count
-    cute.arch.sync_threads()
+    sync_threads(cta.threads)
     if groups > 0:
         list_tiles(args, thread, groups_before, groups, tiles_before, tiles)
         for filler in cutlass.range(groups_before * GROUP + count, (groups_before + groups) * GROUP, unroll=1):
@@ -142,15 +151,15 @@ def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32
 
 
 @cute.jit
-def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
+def sums_before(shared: Int32, thread: Int32, own: tuple, threads: cutlass.Constexpr[int | None]) -> tuple:
     """(sums over all lower threads, sums over all threads) of the SUMS numbers that each thread has."""
     lane, warp = thread % WARP, thread // WARP
-    inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
+    inclusive = tuple(prefix_sum(x, lane) for x in own)
     if lane == WARP - 1:
         for i in cutlass.range_constexpr(SUMS):
             ptx.store_shared_u32(shared + (i * WARP + warp) * 4, inclusive[i])
-    cute.arch.sync_threads()
-    of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
+    sync_threads(threads)
+    of_warps = tuple(prefix_sum(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
     before = tuple(
         inclusive[i]
         - own[i]
@@ -158,16 +167,6 @@ def sums_before(shared: Int32, thread: Int32, own: tuple) -> tuple:
         for i in range(SUMS)
     )
     return before, tuple(cute.arch.shuffle_sync(x, WARP - 1) for x in of_warps)
-
-
-def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
-    """The sum over this lane and all lower lanes."""
-    step = 1
-    while step < WARP:
-        other = cute.arch.shuffle_sync_up(x, step, mask_and_clamp=0)
-        x = x + cutlass.select_(lane >= step, other, Int32(0))
-        step *= 2
-    return x
 
 
 def load_shared_i32(address: Int32) -> Int32:
@@ -178,6 +177,10 @@ def load_shared_i32(address: Int32) -> Int32:
 def count_one(address: Int32) -> Int32:
     """Increments a counter in shared memory; returns its value before."""
     return ptx.asm("atom.relaxed.cta.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
+
+
+PART = Part("experts_work_list", None, Arguments, body, threads=THREADS)
+"""The kernel in a chain."""
 
 
 def compile(arch: str) -> Callable[..., None]:

@@ -88,7 +88,9 @@ def forward(layer: PackedExperts, shared: Tensor | None = None, dtype: torch.dty
     from ptx_emulator import emulated
 
     with emulated(arch="sm_90a", multiprocessors=3):
-        return layer(*batch(), shared, dtype)
+        x, *chosen = batch()
+        work = layer.plan(*chosen)
+        return layer.sum(layer.multiply(x, work), work, shared, dtype)
 
 
 def expected() -> Tensor:
@@ -215,15 +217,21 @@ def test_rounded_codes_are_logged(rank: Callable[..., PackedExperts], caplog: py
     assert "codes were rounded" in caplog.text and "marlin keeps them" in caplog.text
 
 
-class Summed(nn.Module):
+class Given:
     """Stands for the gate and for the shared expert."""
 
     def __init__(self, result: object) -> None:
-        super().__init__()
         self.result = result
 
-    def forward(self, *inputs: Tensor) -> object:
+    def logits(self, x: Tensor) -> None:
+        """The product of the gate, which `__call__` does not need; also the shared expert's first two operations."""
+
+    gate_up = hidden = logits
+
+    def __call__(self, *inputs: object) -> object:
         return self.result
+
+    down = __call__
 
 
 @pytest.mark.parametrize(("tp_size", "parts"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
@@ -237,7 +245,7 @@ def test_the_layer_adds_the_shared_expert(
     shared = torch.randn(x.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
     layer = nn.Module.__new__(moe.MoE)
     nn.Module.__init__(layer)
-    layer.gate, layer.shared_experts, layer.tp_size = Summed((weights, ids)), Summed(shared), tp_size
+    layer.gate, layer.shared_experts, layer.tp_size = Given((weights, ids)), Given(shared), tp_size
     layer.experts = rank()
     summed: list[Tensor] = []
     monkeypatch.setattr(moe, "sum_over_ranks", lambda part, rows: summed.append(part) or 2 * part)
@@ -302,11 +310,14 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
             job()
         known = len(compile_cache.origins())
         layer = rank()
-        layer(*batch(), batch()[0], torch.bfloat16)
+        x, *choice = batch()
+        work = layer.plan(*choice)
+        layer.sum(layer.multiply(x, work), work, x, torch.bfloat16)
         for tokens in (10 * EXPERTS, 64 * EXPERTS):
             x = torch.zeros(tokens, D, dtype=torch.bfloat16)
             ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
-            layer(x, torch.ones(ids.shape), ids, x, torch.bfloat16)
+            work = layer.plan(torch.ones(ids.shape), ids)
+            layer.sum(layer.multiply(x, work), work, x, torch.bfloat16)
     assert len(compile_cache.origins()) == known
 
 

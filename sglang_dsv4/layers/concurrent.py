@@ -1,0 +1,104 @@
+"""Independent parts of a sublayer, run at the same time: in one launch, or on a second stream of a CUDA graph.
+
+With few tokens most kernels leave most of a GPU idle, and their time is mostly start-up and drain. With many tokens
+each kernel fills the GPU, and the parts run one after the other. Bits do not change.
+
+    SGLANG_DSV4_JOINT_LAUNCH    off (default): parts run on two streams, in graphs of up to MOST_TOKENS tokens.
+                                on: parts of up to JOINT_TOKENS tokens are one launch (`dsv4_kernels.host.joint_launch`)
+                                where `together` runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from dsv4_kernels.host import joint_launch
+from sglang_dsv4 import env
+
+VARIABLE = "SGLANG_DSV4_JOINT_LAUNCH"
+JOINT_TOKENS = joint_launch.MOST_TOKENS
+"""Most tokens of a forward with joint launches."""
+MOST_TOKENS = 32
+"""Most tokens of a graph with a side stream. With it a decode step of six layers keeps the GPU busy for 0.97, 0.97 and
+0.98 of the time without it, at 1, 4 and 16 tokens, and a server makes 1.02 times the tok/s at 16 and 32 requests
+(benchmarks/results/serve_switches_h200.json). At 64 tokens it gained nothing (step_switches_h200.json)."""
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+
+
+@functools.cache
+def joins() -> bool:
+    """Whether launches are joined.
+
+    Raises:
+        ValueError: the environment variable holds another word than "on" and "off".
+    """
+    return env.choice(VARIABLE) == "on"
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _beside(tokens: int) -> Iterator[contextlib.AbstractContextManager]:
+    """Yields a context for work on the side stream, which work after this block waits for; the context changes nothing
+    where everything stays on one stream."""
+    few = tokens <= MOST_TOKENS
+    if not (few and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        yield contextlib.nullcontext()
+        return
+    current = torch.cuda.current_stream()
+    side = _side_stream(current.device_index)
+    side.wait_stream(current)
+    yield torch.cuda.stream(side)
+    current.wait_stream(side)
+
+
+def side_by_side(first: Callable[[], First], second: Callable[[], Second], tokens: int) -> tuple[First, Second]:
+    """The results of both functions; later work on the current stream runs after both.
+
+    Args:
+        first: runs on the current stream.
+        second: runs on the side stream while a graph is captured. It reads no memory that `first` writes, and writes
+            none that `first` reads or writes. Its inputs must outlive this call, so that their memory is not reused
+            meanwhile.
+        tokens: of the forward.
+    """
+    with _beside(tokens) as context:
+        with context:
+            of_second = second()
+        return first(), of_second
+
+
+in_order = joint_launch.chained
+"""A context in a call of `together` whose kernels may depend on the ones before; in a joint launch one CTA runs
+them."""
+
+
+def together(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
+    """The results of the calls, None for a call that is None; later work on the current stream runs after all.
+
+    Args:
+        tokens: of the forward.
+        calls: each launches kernels that depend on no other kernel that is launched here, of this call or another,
+            unless `in_order` is around them.
+            Inputs of all calls but the first must outlive this call, as for `side_by_side`.
+    """
+    if joins() and tokens <= JOINT_TOKENS:
+        with joint_launch.joined():
+            return tuple(call and call() for call in calls)
+    results: list[Any] = [None] * len(calls)
+    with _beside(tokens) if any(calls[1:]) else contextlib.nullcontext(contextlib.nullcontext()) as context:
+        with context:
+            for i, call in enumerate(calls[1:], 1):
+                results[i] = call and call()
+        results[0] = calls[0] and calls[0]()
+    return tuple(results)
