@@ -17,7 +17,7 @@ SHARED_BY_ALL = ("ffn.experts.", "ffn.shared_experts.")
 
 
 def sharing(name: str) -> str:
-    """Which ranks share the tensor of this name in a checkpoint: "all", those of a "group", or "none"."""
+    """The ranks that share the tensor of this name in a checkpoint: "all", those of a "group", or "none"."""
     short = name.removeprefix("layers.").lstrip("0123456789.")
     if short.startswith(SHARED_BY_ALL):
         return "all"

@@ -1,4 +1,4 @@
-"""What SGLang does on a CPU, and is kept from."""
+"""Changes of SGLang's behaviour on a CPU: the loop of its data-parallel controller."""
 
 from __future__ import annotations
 
