@@ -28,7 +28,7 @@ class Topology:
         return self.ranks // self.groups
 
     def problem(self, config: Config) -> str | None:
-        """The part of the model that these ranks can't share, and numbers of ranks that can; None if they share it all."""
+        """The part of the model that these ranks can't share, and numbers that can; None if they share all of it."""
         if config.o_groups % self.group_size:
             return (
                 f"the attention's {config.o_groups} output groups can't be shared by {self.group_size} ranks: choose "
