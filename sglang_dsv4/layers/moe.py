@@ -78,15 +78,6 @@ class ReferenceExperts(LocalExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        shares = {"n_routed_experts": self.expert_ranks, "moe_intermediate_size": self.channel_ranks}
-        for field, ranks in shares.items():
-            if getattr(config, field) % ranks:
-                raise ConfigError(field, getattr(config, field), f"a multiple of the {ranks} ranks that share it")
-        # A rank's channels must be whole quantisation blocks: a cut block would get another scale.
-        block = config.activation_block or 1
-        if self.channel_ranks > 1 and self.num_local_channels % block:
-            accepted = f"a multiple of {block} for each of {self.channel_ranks} ranks, with FP8 activations on"
-            raise ConfigError("moe_intermediate_size", config.moe_intermediate_size, accepted)
         self.swiglu_limit = config.swiglu_limit
         self.activation_block = config.activation_block
         experts, channels, d = self.num_local_experts, self.num_local_channels, config.hidden_size
