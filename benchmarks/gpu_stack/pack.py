@@ -46,7 +46,7 @@ WHEELS = (
     *("starlette==1.10.0", "tomlkit==0.15.2", "torch-c-dlpack-ext==0.1.5", "torch-memory-saver==0.0.10"),
     *("truststore==0.10.5", "typing-inspection==0.4.5", "uvicorn==0.54.0", "watchfiles==1.3.0"),
     *("z3-solver==4.15.4.0", "xxhash==4.1.0", "ipython==9.18.1", "traitlets==5.16.1", "soundfile==0.13.1"),
-    *("openai-harmony==0.0.4",),
+    *("openai-harmony==0.0.4", "humming-kernels==0.1.12", "nvidia-ml-py==13.615.71", "tabulate==0.10.0"),
 )
 # Globs, from the folder of the unpacked wheels: headers' sources of other GPUs, static libraries, test suites, and
 # extensions that serving this model does not load.

@@ -1,4 +1,5 @@
-"""Loads for a running SGLang server, sent as input ids to /generate: decode, prefill, multi-turn, churn.
+"""Loads for a running SGLang server, sent as input ids to /generate: decode, prefill, answers of one length,
+multi-turn, churn.
 
 Prompts are random token ids, so a prefix is shared only where a load says so. Times are the client's: TTFT from the
 request to its first token, ITL between tokens of a request (tokens that arrive together share the gap). Nothing here
@@ -137,9 +138,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
         figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
-        if steps := sum(reply.verify_steps for reply in replies):  # prefill makes each request's first token
-            figures["tokens_a_step"] = sum(len(reply.token_times) - 1 for reply in replies) / steps
-        return figures
+        return figures | _tokens_a_step(replies)
 
     return load
 
@@ -157,6 +156,32 @@ def prefill(prompts: int, length: int, seed: int) -> Load:
             "tok_s": prompts * length / seconds,
             SILENCE: longest_silence(replies),
             **_milliseconds("ttft", [reply.ttft for reply in replies]),
+        }
+
+    return load
+
+
+def answers(requests: int, prompt: int, new_tokens: int, seed: int) -> Load:
+    """Return a load of `requests` different prompts at once, answered in full: the form in which others publish.
+
+    tok_s counts prompts and answers from the first request to the last token, output_tok_s answers alone. tpot is a
+    request's time a token after its first one.
+    """
+
+    async def load(client: Client) -> dict[str, float]:
+        rng = random.Random(seed)
+        asked = [_ids(rng, prompt) for _ in range(requests)]
+        begin = time.perf_counter()
+        replies = await asyncio.gather(*(client.generate(ids, new_tokens) for ids in asked))
+        seconds = max(reply.token_times[-1] for reply in replies) - begin
+        after_first = [(r.token_times[-1] - r.token_times[0]) / (new_tokens - 1) for r in replies]
+        return {
+            "tok_s": requests * (prompt + new_tokens) / seconds,
+            "output_tok_s": requests * new_tokens / seconds,
+            SILENCE: longest_silence(replies),
+            **_tokens_a_step(replies),
+            **_milliseconds("ttft", [reply.ttft for reply in replies]),
+            **_milliseconds("tpot", after_first),
         }
 
     return load
@@ -227,6 +252,12 @@ def _served(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
         **_milliseconds("ttft", [reply.ttft for reply in replies]),
         **_milliseconds("itl", [gap for reply in replies for gap in reply.gaps]),
     }
+
+
+def _tokens_a_step(replies: Sequence[Reply]) -> dict[str, float]:
+    steps = sum(reply.verify_steps for reply in replies)
+    made = sum(len(reply.token_times) - 1 for reply in replies)  # prefill makes each request's first token
+    return {"tokens_a_step": made / steps} if steps else {}
 
 
 def _milliseconds(name: str, seconds: Iterable[float]) -> dict[str, float]:

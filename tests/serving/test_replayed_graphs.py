@@ -114,6 +114,20 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
     assert "Traceback" not in replaying.server.log
 
 
+@pytest.mark.parametrize("name", ["DSPARK", NO_EPILOGUE])
+def test_acceptance_is_as_long_as_a_benchmark_asks_for(name: str, tmp_path: Path) -> None:
+    """SGLANG_SIMULATE_ACC_LEN, which benchmarks of dummy weights set: inside of the verify step's graph, too. A step
+    draws one of the two lengths next to it for the whole batch. (On a CPU, EAGLE's verification is ours and ignores
+    it.)"""
+    with replaying_server(name, tmp_path, env={"SGLANG_SIMULATE_ACC_LEN": "3.5"}) as running:
+        answers = ask(running.server, random_prompts(3, [60, 124, 250]), 3, max_new_tokens=150)
+        assert all(len(answer["output_ids"]) == 150 for answer in answers)
+        assert abs(tokens_a_step(answers) - 3.5) < 0.35
+        commits = running.server.log.count(replayed_graphs.COMMIT_LINE)
+        assert (commits == 0) == running.ends_in_the_graph
+        assert running.server.is_alive() and "Traceback" not in running.server.log
+
+
 def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
     """DSpark's epilogue is on, in which rank 0 sends the other rank the number of accepted drafts."""
     ranks = ("--tp", "2")
