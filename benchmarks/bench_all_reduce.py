@@ -57,7 +57,7 @@ BOUNDARIES = 80
 REPLAYS = 30
 WARM_REPLAYS = 5
 MOST_BYTES = 16 << 20
-MOST_BOUNDARY_ROWS = 256
+MOST_BOUNDARY_ROWS, MOST_WIDE_ROWS = 256, 32
 SECONDS = 60.0
 SWEEP = [(64, 512, 128), (256, 512, 128), (512, 512, 128), (128, 1024, 128), (128, 512, 64), (512, 1024, 32)]
 Call = Callable[[Tensor], Tensor]
@@ -214,8 +214,10 @@ class Boundaries:
         self.base, self.scale, self.weight = normal(24), torch.ones(3, device=rank.device), 1 + 0.1 * normal(dim)
         self.begin = (normal(rows, 4, dim).bfloat16(), normal(rows, 4).sigmoid(), normal(rows, 4, 4).softmax(1))
         self.contenders = {name: getattr(self, name) for name in CHAINS}
-        if rows > most_tokens_of_parts(self.boxes, dim, torch.bfloat16):
-            del self.contenders["fused"], self.contenders["fused_wide"]
+        most = most_tokens_of_parts(self.boxes, dim, torch.bfloat16)
+        for name, fits in {"fused": rows <= most, "fused_wide": rows <= min(most, MOST_WIDE_ROWS)}.items():
+            if not fits:
+                del self.contenders[name]
 
     def after(self, n: int) -> tuple:
         """Arguments of boundary n after the state."""

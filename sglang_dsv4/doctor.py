@@ -33,6 +33,7 @@ from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu import shims
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.seam import compat
 from sglang_dsv4.weights import rank_bytes
 from sglang_dsv4.weights.checkpoint_files import stated
@@ -188,7 +189,7 @@ def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: 
     Args:
         model: the checkpoint's folder.
         gpus: ranks (`--tp-size`).
-        gigabytes: memory of a GPU, 10**9 bytes.
+        gigabytes: memory of a GPU as in its name, 2**30 bytes. A driver keeps a hundredth for itself.
         requests: running requests of all groups.
         rows: "fp8" or "plain".
 
@@ -201,18 +202,21 @@ def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: 
     geometry, options = geometry_of_checkpoint(model, fp8=rows == "fp8"), TailOptions.from_environment()
     lines = [
         f"{gpus} GPUs of {gigabytes:g} GB, {MEMORY_SHARE:g} of it for weights and KV (--mem-fraction-static), "
-        f"{requests} requests; GB are 10**9 bytes, wo_a in FP8:",
+        f"{requests} requests; wo_a in FP8:",
         f"{'--attn-dp-size':>14} {'GPUs a group':>13} {'weights a GPU':>14} {'KV a GPU':>10} {'tokens in all':>14}",
     ]
-    for topology in rank_bytes.topologies(config, gpus):
+    topologies = rank_bytes.topologies(config, gpus)
+    if not topologies:
+        return [f"{gpus} GPUs can't serve the model: {Topology(gpus).problem(config)}"]
+    for topology in topologies:
         weights = rank_bytes.bytes_of_a_rank(config, topology, "fp8")
-        slots, left = -(-requests // topology.groups) + 1, gigabytes * 1e9 * MEMORY_SHARE - weights
-        head = f"{topology.groups:>14} {topology.group_size:>13} {weights / 1e9:>11.1f} GB"
+        slots, left = -(-requests // topology.groups) + 1, gigabytes * 2**30 * MEMORY_SHARE - weights
+        head = f"{topology.groups:>14} {topology.group_size:>13} {weights / 2**30:>10.1f} GiB"
         try:
             plan = largest_plan(geometry, int(left), lambda _, slots=slots: slots, options.slots_on_device)
-            lines.append(f"{head} {left / 1e9:>7.1f} GB {plan.full_tokens * topology.groups:>14,}")
+            lines.append(f"{head} {left / 2**30:>6.1f} GiB {plan.full_tokens * topology.groups:>14,}")
         except ValueError:
-            lines.append(f"{head} {left / 1e9:>7.1f} GB {'do not fit':>14}")
+            lines.append(f"{head} {left / 2**30:>6.1f} GiB {'do not fit':>14}")
     return lines
 
 
@@ -267,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--hicache-size", type=size, default=0, help="GB of host memory for prefixes, instead of the ratio"
     )
     parser.add_argument("--gpus", type=count, help="ranks that share the model (--tp-size): the plan by --attn-dp-size")
-    parser.add_argument("--gpu-memory", type=size, default=141, help="GB of a GPU, with --gpus")
+    parser.add_argument("--gpu-memory", type=size, default=141, help="GB of a GPU as in its name, with --gpus")
     parser.add_argument("--url", help="a running server")
     parser.add_argument("--versions", action="store_true", help="print versions alone, for a bug report")
     chosen = parser.parse_args(arguments)

@@ -124,7 +124,7 @@ class Mailboxes:
     time_limit: int
     """Nanoseconds that a sum waits for a part."""
     clusters: int
-    """Clusters of CLUSTER CTAs that run at once on every GPU of the group."""
+    """Clusters of CLUSTER CTAs that run at once on every GPU of the group, with one CTA on each multiprocessor."""
 
     @property
     def ranks(self) -> int:

@@ -72,12 +72,13 @@ def with_parts(
     Args:
         plan: without ranks.
         boxes: geometry of the mailboxes; every CTA of a launch needs a channel.
-        clusters_at_once: that every GPU of the group runs; all clusters of a launch must be resident at once.
+        clusters_at_once: with one CTA on each multiprocessor, on every GPU of the group. All clusters of a launch must
+            be resident at once.
         num_tokens: of the launch.
         parts: dtype of the parts.
     """
     clusters = -(-num_tokens // plan.tokens)
-    fits = plan.teams == 1 and clusters <= min(clusters_at_once, boxes.channels // CLUSTER)
+    fits = plan.teams == 1 and clusters <= min(clusters_at_once * plan.ctas, boxes.channels // CLUSTER)
     if not plan.has_a_kernel or not fits or plan.threads > boxes.threads:
         return None
     made = replace(plan, ranks=boxes.ranks, fp32_parts=parts == torch.float32, sender_threads=boxes.threads)

@@ -36,10 +36,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
+from dsv4_kernels.device.tma import copy_bulk
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
-    copy_bulk,
     divide_columns,
     divide_rows,
     fetch_into_l2,

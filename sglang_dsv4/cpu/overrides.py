@@ -1,4 +1,4 @@
-"""Undo changes that SGLang makes on a CPU for its own CPU engine.
+"""Undo changes that SGLang makes on a CPU for its own CPU engine, and a loop that takes a core.
 
 Each function is named by a row of :mod:`sglang_dsv4.seam.hooks`.
 """
@@ -15,10 +15,16 @@ from sglang_dsv4.seam.install import attribute_set
 if TYPE_CHECKING:
     from types import ModuleType
 
+    import zmq
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+WAIT_MS = 100
+"""Longest wait of the data-parallel controller for a request; SGLang's watchdog wants to hear from it now and then."""
 
 
 def keep_config(original: Callable[..., ModelConfig], model_config: ModelConfig, *args: Any) -> ModelConfig:
@@ -62,3 +68,25 @@ def pad_on_cpu(original: Callable[..., None], batch: ForwardBatch, runner: Model
 def is_on_cpu(before: bool, module: ModuleType) -> bool:
     """The value of ``forward_batch_info._is_cpu``: True, as for SGLang's own CPU engine."""
     return True
+
+
+class WaitingSocket:
+    """A ZeroMQ socket that waits up to `WAIT_MS` for a message before it is asked for one."""
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+
+    def recv(self, flags: int = 0) -> bytes:
+        """The next message, as `zmq.Socket.recv`."""
+        self._socket.poll(WAIT_MS)
+        return self._socket.recv(flags=flags)
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        """The next message's object, as `zmq.Socket.recv_pyobj`."""
+        self._socket.poll(WAIT_MS)
+        return self._socket.recv_pyobj(flags=flags)
+
+
+def wait_for_requests(controller: DataParallelController) -> None:
+    """Let the loop of SGLang's controller wait for requests: it asks without pause, which takes half a core or more."""
+    controller.recv_from_tokenizer = WaitingSocket(controller.recv_from_tokenizer)

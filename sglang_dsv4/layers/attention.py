@@ -24,7 +24,7 @@ from sglang_dsv4.layers.peer_sums import Part
 from sglang_dsv4.layers.rank_sum import output_of_attention
 from sglang_dsv4.layers.rope import Rotation
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
-from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
@@ -44,20 +44,13 @@ class Attention(nn.Module):
         kind: of the layer; decides which entries it attends to.
         quant_config: for its FP8 linear layers, see `quantised_linear_config`.
         prefix: name of this module in the model, for SGLang's quantisation methods.
-
-    Raises:
-        ConfigError: the number of ranks that share a request's attention does not divide the output groups.
     """
 
     def __init__(
         self, config: Config, layer_id: int, kind: LayerKind, quant_config: QuantizationConfig | None, prefix: str
     ) -> None:
         super().__init__()
-        ranks = get_parallel().attn_tp_size
-        if config.o_groups % ranks:
-            raise ConfigError(
-                "tp_size / attn_dp_size", ranks, f"a divisor of o_groups ({config.o_groups}): an output group is whole"
-            )
+        ranks = get_parallel().attn_tp_size  # a divisor of o_groups, see `model_config.topology`
         self.config = config
         self.layer_id = layer_id
         self.num_local_heads = config.num_attention_heads // ranks

@@ -33,13 +33,18 @@ Second = TypeVar("Second")
 
 
 @functools.cache
-def joins() -> bool:
-    """Whether launches are joined.
+def is_on() -> bool:
+    """Whether forwards of few tokens join launches.
 
     Raises:
         ValueError: the environment variable holds another word than "on" and "off".
     """
     return env.choice(VARIABLE) == "on"
+
+
+def joins(tokens: int) -> bool:
+    """Whether a forward of so many tokens joins launches."""
+    return tokens <= JOINT_TOKENS and is_on()
 
 
 @functools.cache
@@ -92,7 +97,7 @@ def together(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
             unless `in_order` is around them.
             Inputs of all calls but the first must outlive this call, as for `side_by_side`.
     """
-    if joins() and tokens <= JOINT_TOKENS:
+    if joins(tokens):
         with joint_launch.joined():
             return tuple(call and call() for call in calls)
     results: list[Any] = [None] * len(calls)

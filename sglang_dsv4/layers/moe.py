@@ -16,7 +16,7 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts
-from sglang_dsv4.layers.concurrent import in_order, side_by_side, together
+from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, together
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
@@ -78,15 +78,6 @@ class ReferenceExperts(LocalExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        shares = {"n_routed_experts": self.expert_ranks, "moe_intermediate_size": self.channel_ranks}
-        for field, ranks in shares.items():
-            if getattr(config, field) % ranks:
-                raise ConfigError(field, getattr(config, field), f"a multiple of the {ranks} ranks that share it")
-        # A rank's channels must be whole quantisation blocks: a cut block would get another scale.
-        block = config.activation_block or 1
-        if self.channel_ranks > 1 and self.num_local_channels % block:
-            accepted = f"a multiple of {block} for each of {self.channel_ranks} ranks, with FP8 activations on"
-            raise ConfigError("moe_intermediate_size", config.moe_intermediate_size, accepted)
         self.swiglu_limit = config.swiglu_limit
         self.activation_block = config.activation_block
         experts, channels, d = self.num_local_experts, self.num_local_channels, config.hidden_size
@@ -234,8 +225,9 @@ class MoE(nn.Module):
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
+            quantised = given.fp8 if joins(tokens) else None
             slot_rows, shared = side_by_side(
-                lambda: self.experts.multiply(x, work), lambda: shared_expert.down(hidden), tokens
+                lambda: self.experts.multiply(x, work, quantised), lambda: shared_expert.down(hidden), tokens
             )
             both = self.experts.sum(slot_rows, work, shared, dtype)
         else:

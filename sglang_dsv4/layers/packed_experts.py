@@ -100,11 +100,17 @@ class PackedExperts(LocalExperts):
         assert self.arranged is not None, f"{self.prefix}: weights were never loaded"
         return plan_work(weights, experts, self.arranged, self.first_local_expert)
 
-    def multiply(self, x: Tensor, work: Work) -> Tensor:
-        """The weighted outputs of this rank's experts, for `sum`; `x [T, d]` bf16."""
+    def multiply(self, x: Tensor, work: Work, quantised: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The weighted outputs of this rank's experts, for `sum`.
+
+        Args:
+            x: [T, d] bf16.
+            work: the result of `plan`.
+            quantised: codes and scales of x, which save a launch with few tokens; None to make them.
+        """
         from dsv4_kernels.moe.sm90.launch import multiply_all
 
-        return multiply_all(x, work, self.arranged, self.swiglu_limit)
+        return multiply_all(x, work, self.arranged, self.swiglu_limit, quantised)
 
     def sum(self, slot_rows: Tensor, work: Work, shared: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's part of the sum over experts, the shared expert included: [T, d] in `dtype`.

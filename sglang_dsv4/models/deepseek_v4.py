@@ -26,6 +26,7 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
+from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
 from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-def check_server_options() -> None:
-    """Refuse a dtype and kinds of parallelism that this model has no code for.
+def check_server_options(config: Config) -> None:
+    """Refuse a dtype and kinds of parallelism that this model has no code for, and ranks that can't share it.
 
     Raises:
         ConfigError: names the option.
@@ -50,6 +51,9 @@ def check_server_options() -> None:
     parallel = get_parallel()
     if parallel.pp_size != 1:
         raise ConfigError("pp_size", parallel.pp_size, "1 (use tensor and expert parallelism: --tp-size, --ep-size)")
+    problem = Topology(parallel.tp_size, parallel.attn_dp_size, parallel.moe_ep_size).problem(config)
+    if problem is not None:
+        raise ConfigError("tp_size", parallel.tp_size, f"another one: {problem}")
 
 
 def build_embedding(config: Config, prefix: str) -> VocabParallelEmbedding:
@@ -204,10 +208,10 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__()
-        check_server_options()
         self.config = config
         self.quant_config = quant_config
         self.dsv4_config = Config.from_hf(config)
+        check_server_options(self.dsv4_config)
         self.model = DeepseekV4Model(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
         self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)

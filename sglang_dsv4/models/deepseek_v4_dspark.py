@@ -148,10 +148,10 @@ class DeepseekV4ForCausalLMDSpark(nn.Module):
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__()
-        check_server_options()
         self.config = config
         self.quant_config = quant_config
         self.dsv4_config = Config.from_hf(config)
+        check_server_options(self.dsv4_config)
         dspark = self.dsv4_config.dspark
         if dspark is None:
             raise ConfigError("dspark_block_size", None, "a checkpoint with a DSpark draft; this one has none")

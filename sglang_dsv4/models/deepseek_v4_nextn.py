@@ -92,10 +92,10 @@ class DeepseekV4ForCausalLMNextN(DeepseekV4ForCausalLM):
 
     def __init__(self, config: object, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         nn.Module.__init__(self)
-        check_server_options()
         self.config = config
         self.quant_config = quant_config
         self.dsv4_config = Config.from_hf(config)
+        check_server_options(self.dsv4_config)
         self.model = DeepseekV4ModelNextN(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
         self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)

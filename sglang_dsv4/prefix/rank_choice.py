@@ -21,6 +21,7 @@ and the rooms of disaggregation are served by SGLang. This code runs in SGLang's
 from __future__ import annotations
 
 import logging
+import math
 import time
 from array import array
 from collections import deque
@@ -115,7 +116,14 @@ class RankChoice:
     ) -> None:
         self.index = RankIndex(ranks, MOST_PAGES)
         self.loads = [RankLoad() for _ in range(ranks)]
-        self._overlap, self._cache_share, self._now = overlap_tokens, cache_share, now
+        self._overlap, self._cache_share, self._now, self._read_at = overlap_tokens, cache_share, now, -math.inf
+
+    def refresh(self, read: Callable[[], Iterable[LoadSnapshot]]) -> None:
+        """Take the snapshots that `read` returns, unless `REFRESH_S` have not passed since the last time."""
+        now = self._now()
+        if not 0 <= now - self._read_at < REFRESH_S:  # below 0 if the clock was set back
+            self._read_at = now
+            self.update(read())
 
     def update(self, loads: Iterable[LoadSnapshot]) -> None:
         """Take snapshots; the index remembers as many pages as the largest cache holds."""
@@ -151,7 +159,7 @@ class RankChoice:
 
 
 _choices: WeakKeyDictionary[DataParallelController, RankChoice | None] = WeakKeyDictionary()
-_read_at: WeakKeyDictionary[DataParallelController, float] = WeakKeyDictionary()
+"""Each controller's choice; None where SGLang chooses."""
 
 
 def dispatch(
@@ -172,7 +180,7 @@ def dispatch(
         if asked in alive:
             choice.note(digests, len(request.input_ids or ()), asked)
         return None
-    _read_loads(choice, controller)
+    choice.refresh(controller.load_snapshot_reader.read_all)
     rank = choice.choose(digests, alive)
     choice.note(digests, len(request.input_ids or ()), rank)
     return sock_send(controller.workers[rank], request)
@@ -181,13 +189,6 @@ def dispatch(
 def _alive(controller: DataParallelController) -> list[int]:
     sockets = enumerate(controller.workers)
     return [rank for rank, socket in sockets if socket is not None and controller.status[rank]]
-
-
-def _read_loads(choice: RankChoice, controller: DataParallelController) -> None:
-    now = time.monotonic()
-    if now - _read_at.get(controller, 0.0) >= REFRESH_S:
-        _read_at[controller] = now
-        choice.update(controller.load_snapshot_reader.read_all())
 
 
 def _choice_of(controller: DataParallelController) -> RankChoice | None:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_dsv4 import env
+from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.seam import moe_runner
 from sglang_dsv4.seam.hook_kinds import NAME
 
@@ -330,6 +332,22 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
         raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL=on {beside}: unset it")
     if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
+    if envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
+        raise ValueError(
+            f"sglang-dsv4 does not support SGLANG_SCHEDULER_SKIP_ALL_GATHER {beside}: a forward needs the rows of all "
+            "groups; unset it"
+        )
+
+
+def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for numbers of ranks that can't share the model.
+
+    Raises:
+        ValueError: names the part of the model, and numbers that can.
+    """
+    problem = Topology(arguments.tp_size, arguments.attn_dp_size, arguments.ep_size).problem(config)
+    if problem is not None:
+        raise ValueError(f"sglang-dsv4 can't serve this checkpoint on {arguments.tp_size} ranks: {problem}")
 
 
 def sequence_parallel_is_on() -> bool:

@@ -65,7 +65,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
         experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
         shared_channels=config.moe_intermediate_size // get_parallel().tp_size,
-        joins_launches=on_gpu and concurrent.joins(),
+        joins_launches=on_gpu and concurrent.is_on(),
         peer_sum_ranks=peer_sums.ranks(),
         peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
     )

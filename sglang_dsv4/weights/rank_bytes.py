@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from math import prod
 
 from sglang_dsv4.model_config.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
+from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.weights.tensor_table import Format, TensorSpec, main_model_tensors
 
 BYTES = {Format.FLOAT: 2.0, Format.LINEAR: 1 + 4 / WEIGHT_BLOCK**2, Format.EXPERT: 0.5 + 1 / FP4_WEIGHT_BLOCK}
@@ -15,30 +16,18 @@ SHARED_BY_A_GROUP = ("attn.wq_b.", "attn.wo_a.", "attn.wo_b.", "attn.attn_sink",
 SHARED_BY_ALL = ("ffn.experts.", "ffn.shared_experts.")
 
 
-@dataclass(frozen=True)
-class Topology:
-    """How ranks share a model: `groups` (`--attn-dp-size`) of `ranks // groups` ranks (`--tp-size` in all)."""
-
-    ranks: int
-    groups: int
-
-    @property
-    def group_size(self) -> int:
-        """Ranks that share a request's attention."""
-        return self.ranks // self.groups
-
-    def sharers(self, name: str) -> int:
-        """Number of ranks that share the tensor of this name in a checkpoint; 1 if every rank has all of it."""
-        short = name.removeprefix("layers.").lstrip("0123456789.")
-        if short.startswith(SHARED_BY_ALL):
-            return self.ranks
-        return self.group_size if short.startswith(SHARED_BY_A_GROUP) else 1
+def sharing(name: str) -> str:
+    """The ranks that share the tensor of this name in a checkpoint: "all", those of a "group", or "none"."""
+    short = name.removeprefix("layers.").lstrip("0123456789.")
+    if short.startswith(SHARED_BY_ALL):
+        return "all"
+    return "group" if short.startswith(SHARED_BY_A_GROUP) else "none"
 
 
 def topologies(config: Config, ranks: int) -> list[Topology]:
     """The topologies of this number of ranks that the model's sizes allow, by rising number of groups."""
     found = [Topology(ranks, groups) for groups in range(1, ranks + 1) if ranks % groups == 0]
-    return [topology for topology in found if config.o_groups % topology.group_size == 0]
+    return [topology for topology in found if topology.problem(config) is None]
 
 
 def bytes_of_a_rank(config: Config, topology: Topology, wo_a: str) -> float:
@@ -49,8 +38,17 @@ def bytes_of_a_rank(config: Config, topology: Topology, wo_a: str) -> float:
         topology: of the server.
         wo_a: formats in which the first half of the output projection is kept: "fp8", "bf16" or "both".
     """
-    specs = main_model_tensors(config).specs.values()
-    return sum(prod(spec.shape) * _bytes_of_a_value(spec, wo_a) / topology.sharers(spec.name) for spec in specs)
+    sharers = {"all": topology.ranks, "group": topology.group_size, "none": 1}
+    return sum(count / sharers[shared] for shared, count in _bytes_by_sharing(config, wo_a).items())
+
+
+@functools.cache
+def _bytes_by_sharing(config: Config, wo_a: str) -> dict[str, float]:
+    """Bytes of all tensors by the ranks that share them, see `sharing`."""
+    found = dict.fromkeys(("all", "group", "none"), 0.0)
+    for spec in main_model_tensors(config).specs.values():
+        found[sharing(spec.name)] += prod(spec.shape) * _bytes_of_a_value(spec, wo_a)
+    return found
 
 
 def _bytes_of_a_value(spec: TensorSpec, wo_a: str) -> float:

@@ -6,16 +6,34 @@ are in `test_data_parallel_gpu.py`.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import requests
-from serving.groups import KINDS, QUESTIONS, Question, at_once, bits, group_flags, questions, shape_for, some
-from serving.server import TAILS, Server, flush, running_server, wait_for_files
+import zmq
+from serving import replayed_graphs
+from serving.groups import (
+    ENVIRONMENTS,
+    KINDS,
+    QUESTIONS,
+    Question,
+    at_once,
+    bits,
+    group_flags,
+    questions,
+    shape_for,
+    some,
+)
+from serving.server import TAILS, Server, flush, free_port, running_server, wait_for_files
+from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
@@ -29,10 +47,11 @@ class Served(NamedTuple):
     groups: int
     kind: str
     files: Path  # of the tiers
+    events_port: int  # of group 0's cache events
 
 
 def served() -> list[Any]:
-    """Return topology and kind of each server: DSpark drafts with one rank a group only (a refusal of SGLang's)."""
+    """Return topology and kind of each server: DSpark drafts with one rank a group only (other numbers are refused)."""
     return [
         pytest.param((ranks, groups, kind), id=f"tp{ranks}-dp{groups}-{kind}", marks=pytest.mark.slow)
         for ranks, groups in TOPOLOGIES
@@ -46,10 +65,22 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ranks, groups, kind = request.param
     folder = tmp_path_factory.mktemp("groups")
     write_checkpoint(folder / "model", shape_for(kind, ranks))
-    env = TAILS | {FOLDER_VARIABLE: str(folder / "files")}
+    env = TAILS | {FOLDER_VARIABLE: str(folder / "files")} | ENVIRONMENTS.get(kind, {})
+    port = consecutive_free_ports(groups)
+    events = ("--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"}))
+    flags = (*group_flags(kind, ranks, groups), *events)
+    with running_server(folder / "model", folder / "log", *flags, env=env) as server:
+        yield Served(server, groups, kind, folder / "files", port)
 
-    with running_server(folder / "model", folder / "log", *group_flags(kind, ranks, groups), env=env) as server:
-        yield Served(server, groups, kind, folder / "files")
+
+def consecutive_free_ports(count: int) -> int:
+    """Return the first of `count` free ports in a row."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def begin(server: Server, question: Question, group: int) -> threading.Thread:
@@ -89,13 +120,16 @@ def test_busy_answers_are_those_of_alone_on_every_group(running: Served) -> None
         assert all(alone[i, g] == alone[i, 0] for g in range(groups)), "a group has other bits"
     flush(server)
     asked = [(i, g) for g in range(groups) for i in range(len(asked_of_all))]
-    asked = asked[::2] + asked[1::2]
+    crowded = running.kind == "crowded"  # a retracted request finds its own prefix
+    asked = (asked[::2] + asked[1::2]) * (2 if crowded else 1)
     busy = at_once(server, [(asked_of_all[i], g) for i, g in asked])
     assert [bits(answer) for answer in busy] == [alone[one] for one in asked]
-    assert running.kind == "tiers" or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
+    assert running.kind == "tiers" or crowded or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
     hits = at_once(server, [(asked_of_all[2], g) for g in range(groups)])
     assert [bits(answer) for answer in hits] == [alone[2, g] for g in range(groups)]
-    assert all(answer["meta_info"]["cached_tokens"] == 512 for answer in hits), "each group has a tree of its own"
+    cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
+    assert crowded or cached == [512] * groups, "each group has a tree of its own"
+    assert not crowded or sum(answer["meta_info"]["num_retractions"] for answer in busy)
 
 
 def test_a_flush_empties_all_groups_or_none(running: Served) -> None:
@@ -136,6 +170,33 @@ def test_metrics_name_the_group(running: Served) -> None:
         assert any(line.startswith("sglang:") for line in lines), group
 
 
+def test_cache_events_come_from_the_group_that_has_the_prefix(running: Served) -> None:
+    """Each group publishes on a port of its own, so that a router can tell the groups' caches apart."""
+    if running.kind not in ("plain", "crowded"):
+        pytest.skip("as in these kinds")
+    server, last = running.server, running.groups - 1
+    flush(server)
+    question, events = Question(tuple(some(50, 600)), 2), [[] for _ in range(running.groups)]
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(context.socket(zmq.SUB)) for _ in range(running.groups)]
+        for group, subscriber in enumerate(sockets):
+            subscriber.setsockopt(zmq.LINGER, 0)
+            subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+            subscriber.connect(f"tcp://127.0.0.1:{running.events_port + group}")
+        time.sleep(1)  # ZeroMQ drops what is published before a subscription has arrived
+        question.ask(server, last)
+        decode, deadline = msgspec.msgpack.Decoder(KVEventBatch).decode, time.monotonic() + 20
+        while time.monotonic() < deadline and not any(isinstance(event, BlockStored) for event in events[last]):
+            for group, subscriber in enumerate(sockets):
+                while subscriber.poll(100):
+                    batch = decode(subscriber.recv_multipart()[-1])
+                    assert batch.attn_dp_rank == group
+                    events[group] += batch.events
+    stored = [event for event in events[last] if isinstance(event, BlockStored)]
+    assert [token for event in stored for token in event.token_ids][:512] == list(question.tokens[:512])
+    assert not any(isinstance(event, BlockStored) for group in range(last) for event in events[group])
+
+
 def test_files_of_one_group_are_every_groups(running: Served) -> None:
     if running.kind != "tiers":
         pytest.skip("without files")
@@ -168,3 +229,28 @@ def test_weights_are_exchanged_on_all_groups_or_on_none(running: Served) -> None
     answers = [QUESTIONS[1].ask(server, group) for group in range(running.groups)]
     assert [bits(answer) for answer in answers] == [before] * running.groups
     assert not answers[0]["meta_info"]["cached_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "groups", "kind"),
+    [(2, 2, "plain"), (2, 2, "EAGLE"), (2, 2, "DSPARK"), (4, 2, "plain"), (4, 2, "EAGLE")],
+)
+def test_replayed_graphs_of_all_groups(ranks: int, groups: int, kind: str, tmp_path: Path) -> None:
+    """Steps run in graphs of the largest group's size, without graphs while a group prefills: the same bits.
+
+    A group without requests replays, too. `serving.replayed_graphs` says what of a GPU's graphs this shows.
+    """
+    write_checkpoint(tmp_path / "model", shape_for(kind, ranks))
+    env = TAILS | replayed_graphs.install(tmp_path / "graphs")
+    flags = (*group_flags(kind, ranks, groups), "--cuda-graph-bs-decode", "2", "4", "16")
+    with running_server(tmp_path / "model", tmp_path / "log", *flags, env=env) as server:
+        asked_of_all = questions(kind)
+        alone = [[bits(question.ask(server, group)) for group in range(groups)] for question in asked_of_all]
+        assert all(answers == [answers[0]] * groups for answers in alone), "a group has other bits"
+        flush(server)
+        asked = [(i, group) for i in range(len(asked_of_all)) for group in range(groups)]
+        busy = at_once(server, [(asked_of_all[i], group) for i, group in asked + asked[::-1] + asked[::3]])
+        assert [bits(answer) for answer in busy] == [alone[i][group] for i, group in asked + asked[::-1] + asked[::3]]
+        assert server.log.count("replayed graphs: DecodeCudaGraphRunner") == ranks, "on every rank"
+        assert server.is_alive()

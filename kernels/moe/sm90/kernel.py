@@ -8,6 +8,9 @@ memory, so one thread copies them by bulk copies, some stages ahead of the produ
     PRODUCER (1 thread)      waits empty[stage]; weights, slots and their scales arrive at full[stage]
     CONSUMER (2 warpgroups)  64 rows each: waits full[stage], arrives at empty[stage]
 
+If the plan `gathers`, the slots are in no such order: the producer is a warp, and its lanes gather them from rows of
+tokens by `cp.async`.
+
 A step of K uses one stage. If the shape is `paired`, a step of a work tile that is wider than a stage's room uses two
 adjacent stages, the first of them even (such work tiles are listed only if products have an even number of steps).
 
@@ -50,6 +53,9 @@ from dsv4_kernels.moe.sm90.weights import (
 )
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
+SLOTS_AT_ONCE = 4
+"""Slots of which a warp copies 128 bytes each with one instruction."""
+
 
 @cute.jit
 def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
@@ -77,7 +83,7 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     base = Int32(shared.toint())
     if thread == 0:
         for stage in cutlass.range_constexpr(plan.shape.stages):
-            cute.arch.mbarrier_init(full + stage, 1)
+            cute.arch.mbarrier_init(full + stage, 1 + (WARP if plan.gathers else 0))
             cute.arch.mbarrier_init(empty + stage, CONSUMER_WARPS)
     # Columns of an instruction beyond a work tile's last slot multiply this memory, which must be initialised.
     for at in cutlass.range(thread * 16, plan.codes_offset, plan.shape.threads * 16, unroll=1):
@@ -95,8 +101,11 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         if cutlass.const_expr(plan.shape.registers is not None):
             cute.arch.setmaxregister_decrease(plan.shape.registers[1])
         if warp == CONSUMER_WARPS:
-            with cute.arch.elect_one():
-                produce(args, plan, base, full, empty, first, stride, end)
+            if cutlass.const_expr(plan.gathers):
+                gather(args, plan, base, full, empty, thread % WARP, first, stride, end)
+            else:
+                with cute.arch.elect_one():
+                    produce(args, plan, base, full, empty, first, stride, end)
 
 
 @cute.jit
@@ -179,6 +188,70 @@ def copy_steps(
 
 
 @cute.jit
+def gather(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    lane: Int32,
+    first: Int32,
+    stride: Int32,
+    end: Int32,
+) -> None:
+    """One warp issues all copies: one lane those of weights, every lane 16 bytes of each fourth slot, and a slot's
+    scale."""
+    unit, sources = lane % (STEP // 16), cute.make_rmem_tensor((plan.shape.slots // SLOTS_AT_ONCE,), Int32)
+    stage = first_to_fill()
+    for index in cutlass.range(first, end, stride, unroll=1):
+        row_tile, expert, first_group, groups = work_tile(args, index)
+        codes = args.codes + (Int64(expert) * args.row_tiles + row_tile) * args.steps * CODE_BYTES
+        shifts = args.shifts + expert * args.shift_expert_bytes + Int64(row_tile) * args.steps * SHIFT_BYTES
+        slots, listed = groups * GROUP, args.source + Int64(first_group) * (4 * GROUP)
+        for i in cutlass.range_constexpr(plan.shape.slots // SLOTS_AT_ONCE):
+            slot = i * SLOTS_AT_ONCE + lane // (STEP // 16)
+            sources[i] = source_of(listed, slot, slots)
+        own = source_of(listed, lane, slots)
+        for step in cutlass.range(args.steps, unroll=1):
+            at = stage.index
+            cute.arch.mbarrier_wait(empty + at, stage.phase)
+            barrier = full + at
+            arrival = Int32(barrier.toint())
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES)
+                copy_bulk(
+                    base + plan.codes_offset + at * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, arrival
+                )
+                copy_bulk(
+                    base + plan.shifts_offset + at * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, arrival
+                )
+            for i in cutlass.range_constexpr(plan.shape.slots // SLOTS_AT_ONCE):
+                slot = i * SLOTS_AT_ONCE + lane // (STEP // 16)
+                if slot < slots:
+                    to = base + at * plan.token_bytes + slot * STEP + (unit ^ (slot % GROUP)) * 16
+                    row = args.tokens + Int64(step) * STEP + unit * 16
+                    ptx.copy_async(to, *of_source(row, sources[i], args.token_row_bytes, 16))
+            if lane < slots:
+                to = base + plan.scales_offset + (at * plan.shape.room + lane) * 4
+                scale = args.token_scales + Int64(step) * args.scale_step_bytes
+                ptx.copy_4_bytes_async(to, *of_source(scale, own, args.scale_row_bytes, 4))
+            cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+            stage = following(stage, plan.shape.stages)
+
+
+def source_of(listed: Int64, slot: Int32, slots: Int32) -> Int32:
+    """The token of a slot of a work tile; negative for a slot that pads or does not exist."""
+    return ptx.load_or_zeros(Int32, 1, listed + slot * 4, slots - slot, "gt.s32", cache="", otherwise=0xFFFFFFFF)
+
+
+def of_source(begin: Int64, source: Int32, row_bytes: Int64, num_bytes: int) -> tuple:
+    """(address, bytes to copy) of a token's part of a step: no bytes, for zeros, without a token."""
+    exists = source >= 0
+    address = begin + Int64(source) * row_bytes
+    return cutlass.select_(exists, address, begin), cutlass.select_(exists, Int32(num_bytes), Int32(0))
+
+
+@cute.jit
 def consume(
     args: Arguments,
     plan: cutlass.Constexpr,
@@ -239,6 +312,8 @@ def sum_products(
     for _ in cutlass.range(steps, unroll=1):
         at = stage.index
         cute.arch.mbarrier_wait(full + at, stage.phase)
+        if cutlass.const_expr(plan.gathers):
+            cute.arch.fence_view_async_shared()  # cp.async has written what `wgmma` reads
         left = fragments(codes + at * CODE_BYTES, shifts + at * SHIFT_BYTES, lane)
         of_slots = scales + at * (4 * plan.shape.room)
         # A work tile of two stages in two halves, because registers do not hold all of its products.

@@ -176,7 +176,7 @@ def multiply(
     Args:
         plan: the product, and the shape with which `listed` was made.
         listed: the slots.
-        codes, scales: the result of `quantise`.
+        codes, scales: the result of `quantise`; if the plan gathers, [T, K] float8_e4m3fn and [T, K / 128] fp32.
         weights: of all experts of the rank.
         limit: swiglu_limit, for GATE_UP.
     """
@@ -191,6 +191,10 @@ def multiply(
         factor_expert_bytes=stride_bytes(weights.factors, 0),
         tokens=codes.data_ptr(),
         token_scales=scales.data_ptr(),
+        token_row_bytes=stride_bytes(codes, 0) if plan.gathers else 0,
+        scale_row_bytes=stride_bytes(scales, 0) if plan.gathers else 0,
+        scale_step_bytes=stride_bytes(scales, 1) if plan.gathers else 0,
+        source=listed.source.data_ptr(),
         tiles=listed.tiles.data_ptr(),
         num_tiles=listed.totals.data_ptr(),
         row_tiles=row_tiles,
@@ -277,7 +281,13 @@ def plan_work(
     return Work(experts, listed, shape, overlaps)
 
 
-def multiply_all(x: Tensor, work: Work, packed: HopperExperts, swiglu_limit: float) -> Tensor:
+def multiply_all(
+    x: Tensor,
+    work: Work,
+    packed: HopperExperts,
+    swiglu_limit: float,
+    quantised: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The weighted output of every slot of `work`: bf16 [slots, d]; rows of empty slots are undefined.
 
     Args:
@@ -285,17 +295,31 @@ def multiply_all(x: Tensor, work: Work, packed: HopperExperts, swiglu_limit: flo
         work: the result of `plan_work`.
         packed: weights of this rank.
         swiglu_limit: clamp of gate and up.
+        quantised: `fp8_quantise(x, 128)`, scales of any strides, which saves a launch if the work has NARROW's shape.
 
     Raises:
-        ValueError: rows of x cannot be read 16 bytes at a time.
+        ValueError: rows of x, or of its codes, cannot be read 16 bytes at a time.
     """
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     listed, shape = work.listed, work.shape
+    gathers = quantised is not None and shape is NARROW
+    if gathers:
+        check_codes(quantised[0], packed.hidden_size)
     with dependent_launch.switched(work.overlaps):
-        quantised = quantise(x, listed, chooses=True)
-        hidden = multiply(Plan(Product.GATE_UP, shape), listed, *quantised, packed.w13, swiglu_limit)
-        quantised = quantise(hidden, listed, chooses=False)
-        return multiply(Plan(Product.DOWN, shape), listed, *quantised, packed.w2)
+        of_tokens = quantised if gathers else quantise(x, listed, chooses=True)
+        hidden = multiply(Plan(Product.GATE_UP, shape, gathers), listed, *of_tokens, packed.w13, swiglu_limit)
+        return multiply(Plan(Product.DOWN, shape), listed, *quantise(hidden, listed, chooses=False), packed.w2)
+
+
+def check_codes(codes: Tensor, hidden_size: int) -> None:
+    """Refuses codes of tokens that the first product cannot gather."""
+    rows_apart = codes.stride(0) if len(codes) > 1 else 0
+    if codes.shape[1] != hidden_size or codes.stride(1) != 1 or rows_apart % 16 or codes.data_ptr() % 16:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm90: codes of tokens must be [T, {hidden_size}] with contiguous channels and "
+            f"rows at multiples of 16 bytes; got {tuple(codes.shape)} with strides {codes.stride()} at "
+            f"{codes.data_ptr():#x}"
+        )
 
 
 def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
@@ -361,7 +385,10 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
         partial(rows.compile_sum, summed, arch),
         partial(work_list.compile, arch),
     ]
-    of_few_tokens = [partial(compile, Plan(product, NARROW), arch) for product in Product]
+    plans = [Plan(product, NARROW) for product in Product]
+    if model.joins_launches and model.quantises_inputs:
+        plans.append(Plan(Product.GATE_UP, NARROW, gathers=True))
+    of_few_tokens = [partial(compile, plan, arch) for plan in plans]
     # Calls of more than EARLY_TOKENS tokens launch nothing early.
     early = dict.fromkeys((dependent_launch.is_on(), False))
     return [

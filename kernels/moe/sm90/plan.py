@@ -79,6 +79,9 @@ class Plan:
 
     product: Product
     shape: Shape
+    gathers: bool = False
+    """Whether the producer warp gathers the slots' codes and scales from rows of tokens; otherwise they lie in the
+    order of the stages. For shapes that are not paired, with a producer warp."""
 
     @property
     def token_bytes(self) -> int:
@@ -116,8 +119,12 @@ class Arguments(NamedTuple):
     shift_expert_bytes: Int64
     factors: Int64  # fp32 [E, row_tiles * 128]
     factor_expert_bytes: Int64
-    tokens: Int64  # e4m3, for each work tile [steps, groups, 8, 128], swizzled (rows.py)
-    token_scales: Int64  # fp32, for each work tile [steps, groups * 8]
+    tokens: Int64  # e4m3, for each work tile [steps, groups, 8, 128], swizzled (rows.py); if gathered [T, K]
+    token_scales: Int64  # fp32, for each work tile [steps, groups * 8]; if gathered [T, K / 128]
+    token_row_bytes: Int64  # this and the next two are read if tokens are gathered
+    scale_row_bytes: Int64
+    scale_step_bytes: Int64
+    source: Int64  # int32 [slots]: row of tokens, negative: zeros; read if they are gathered
     tiles: Int64  # int32 [tiles, workspace.TILE_WORDS], see `TileField`
     num_tiles: Int64  # int32 [1]
     row_tiles: Int32

@@ -225,7 +225,7 @@ def boundary_sizes(rank: Rank) -> None:
     boxes = rank.connect()
     for parts in (torch.bfloat16, torch.float32):
         most = gpu.most_tokens_of_parts(boxes, DIM, parts)
-        assert most >= 64, most
+        assert most >= 32, most
         for tokens in BOUNDARY_TOKENS:
             if tokens <= most:
                 boundary = Boundary(rank, boxes, tokens, parts, fp8=True)
@@ -250,7 +250,8 @@ def boundary_of_pro(rank: Rank) -> None:
 def boundary_graphs(rank: Rank) -> None:
     """A graph of boundaries and sums in turns, on the same mailboxes: thousands of replays, each with other numbers."""
     boxes = rank.connect()
-    boundaries = [Boundary(rank, boxes, tokens, torch.bfloat16, tokens != 3) for tokens in (1, 16, 3, 64, 4)]
+    most = min(64, gpu.most_tokens_of_parts(boxes, DIM, torch.bfloat16))
+    boundaries = [Boundary(rank, boxes, tokens, torch.bfloat16, tokens != 3) for tokens in (1, 16, 3, most, 4)]
     steps = torch.arange(1, rank.ranks + 1, device=rank.device).view(-1, 1, 1)
     replay = torch.zeros((), device=rank.device)
     wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
@@ -282,7 +283,7 @@ def boundary_graphs(rank: Rank) -> None:
 def boundary_jitter(rank: Rank) -> None:
     """Each rank waits at random times between boundaries and sums; other kernels run on a second stream."""
     boxes = rank.connect()
-    boundaries = [Boundary(rank, boxes, tokens, torch.bfloat16, True) for tokens in (1, 16, 64)]
+    boundaries = [Boundary(rank, boxes, tokens, torch.bfloat16, True) for tokens in (1, 16, 32)]
     g = torch.Generator().manual_seed(rank.rank)
     side, x = torch.cuda.Stream(), torch.randn(2048, 2048, device=rank.device)
     wrong = torch.zeros((), dtype=torch.int64, device=rank.device)

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run in `make test`."""
+"""The cases of a parametrised test that run in `make test`."""
 
 from __future__ import annotations
 

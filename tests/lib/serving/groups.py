@@ -22,7 +22,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "EAGLE": (*drafting_flags("EAGLE"), *DETERMINISTIC),
     "DSPARK": (*drafting_flags("DSPARK"), *DETERMINISTIC),
     "tiers": (*HOST_TIERS, *DETERMINISTIC),
+    "crowded": ("--enable-mixed-chunk", *DETERMINISTIC),
 }
+ENVIRONMENTS = {"crowded": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}}
+"""Decode steps that join prefills, and requests that are retracted now and then."""
 
 
 def shape_for(kind: str, ranks: int) -> Shape:
@@ -73,10 +76,16 @@ QUESTIONS = (
 
 
 def questions(kind: str) -> list[Question]:
-    """Return the questions for a kind of server: one that drafts has no seeds, so that its answers are greedy."""
+    """Return the questions for a kind of server: one that drafts has no seeds, so that its answers are greedy; a
+    crowded one answers at length, since requests are retracted while no prompt is computed."""
     drawing = ("temperature", "top_p", "sampling_seed") if kind in ALGORITHMS else ()
+    more = 30 if kind == "crowded" else 0
     return [
-        with_fields(one, parameters={name: value for name, value in one.parameters.items() if name not in drawing})
+        with_fields(
+            one,
+            new=one.new + more,
+            parameters={name: value for name, value in one.parameters.items() if name not in drawing},
+        )
         for one in QUESTIONS
     ]
 

@@ -90,7 +90,7 @@ def forward(layer: PackedExperts, shared: Tensor | None = None, dtype: torch.dty
     with emulated(arch="sm_90a", multiprocessors=3):
         x, *chosen = batch()
         work = layer.plan(*chosen)
-        return layer.sum(layer.multiply(x, work), work, shared, dtype)
+        return layer.sum(layer.multiply(x, work, None), work, shared, dtype)
 
 
 def expected() -> Tensor:
@@ -248,7 +248,7 @@ def test_the_layer_adds_the_shared_expert(
     layer.gate, layer.shared_experts, layer.tp_size = Given((weights, ids)), Given(shared), tp_size
     layer.experts = rank()
     summed: list[Tensor] = []
-    monkeypatch.setattr(moe, "sum_over_ranks", lambda part, rows: summed.append(part) or 2 * part)
+    monkeypatch.setattr(moe, "output_of_experts", lambda part, rows, dtype: summed.append(part) or (2 * part).to(dtype))
     monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):
@@ -304,7 +304,7 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
 
     from dsv4_kernels.moe.sm90 import launch
 
-    model = SimpleNamespace(experts_per_token=CHOSEN, experts_sum_fp32=False)
+    model = SimpleNamespace(experts_per_token=CHOSEN, experts_sum_fp32=False, joins_launches=False)
     with emulated(arch="sm_90a", multiprocessors=3):
         for job in launch.compile_jobs(model, launch.ARCH):
             job()
@@ -312,12 +312,12 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
         layer = rank()
         x, *choice = batch()
         work = layer.plan(*choice)
-        layer.sum(layer.multiply(x, work), work, x, torch.bfloat16)
+        layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
         for tokens in (10 * EXPERTS, 64 * EXPERTS):
             x = torch.zeros(tokens, D, dtype=torch.bfloat16)
             ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
             work = layer.plan(torch.ones(ids.shape), ids)
-            layer.sum(layer.multiply(x, work), work, x, torch.bfloat16)
+            layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
     assert len(compile_cache.origins()) == known
 
 

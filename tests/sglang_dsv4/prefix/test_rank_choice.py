@@ -100,6 +100,15 @@ def test_a_snapshot_replaces_only_requests_that_it_has() -> None:
     assert choice.loads[0].tokens == REQUEST_TOKENS, "the same snapshot again"
 
 
+def test_snapshots_are_read_at_most_so_often_even_if_the_clock_is_set_back() -> None:
+    clock, read = [100.0], []
+    choice = RankChoice(1, now=lambda: clock[0])
+    for now, times in ((100.0, 1), (100.0 + 1.5 * rank_choice.REFRESH_S, 2), (50.0, 3), (50.0, 3)):
+        clock[0] = now
+        choice.refresh(lambda: read.append(1) or [])
+        assert len(read) == times, now
+
+
 def test_requests_are_forgotten_without_a_snapshot() -> None:
     clock = [10.0]
     choice = RankChoice(1, now=lambda: clock[0])

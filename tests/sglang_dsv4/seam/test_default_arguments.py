@@ -164,14 +164,28 @@ def test_what_groups_of_ranks_do_not_serve_is_refused(fields: dict[str, Any], na
 
 
 @pytest.mark.parametrize(
-    "variable", ["SGLANG_DSV4_SEQUENCE_PARALLEL=on", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION=1"]
+    "variable",
+    [
+        "SGLANG_DSV4_SEQUENCE_PARALLEL=on",
+        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION=1",
+        "SGLANG_SCHEDULER_SKIP_ALL_GATHER=1",
+    ],
 )
 def test_switches_that_groups_of_ranks_do_not_serve_are_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, value = variable.split("=")
     monkeypatch.setenv(name, value)
     refuse_with_groups(arguments())
-    with pytest.raises(ValueError, match=f"{name}.* with --attn-dp-size 2: unset it"):
+    with pytest.raises(ValueError, match=f"{name}.* with --attn-dp-size 2: .*unset it"):
         refuse_with_groups(arguments(**GROUPS))
+
+
+def test_ranks_that_cannot_share_the_model_are_refused_in_the_launcher(resolved: Callable[..., Any]) -> None:
+    """The checkpoint has two output groups, and 256 channels of the shared expert in two blocks."""
+    resolved(tp_size=2, attn_dp_size=2)
+    with pytest.raises(ValueError, match="on 4 ranks: the attention's 2 output groups can't be shared by 4"):
+        resolved(tp_size=4)
+    with pytest.raises(ValueError, match=r"on 4 ranks: the shared expert's 256 channels .* use a divisor of 2"):
+        resolved(tp_size=4, attn_dp_size=4)
 
 
 def test_groups_of_ranks_make_their_own_logits() -> None:
