@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from lib import serve_load
 from lib.agent_sessions import ALL, KINDS, NEW_TOKENS, SEED, STYLES, Load, Request
 from lib.equal_memory import builtin_tokens, tokens_that_fit
+from lib.http_client import HttpClient, new_session
 from lib.model_shapes import write_models
 from lib.servers import CONTENDERS, Server, running
 from lib.versions import versions
@@ -101,9 +101,8 @@ def run(url: str, sessions: Sequence[Iterator[Request]], at_once: int) -> tuple[
     """Run sessions from an empty cache, a request of each in every round; return the replies and the seconds."""
 
     async def main() -> tuple[list[Reply], float]:
-        timeout, connector = aiohttp.ClientTimeout(total=serve_load.TIMEOUT_S), serve_load.connections()
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
-            await serve_load.Client(session, url).flush()
+        async with new_session() as session:
+            await HttpClient(session, url).flush()
             begin, replies, left = time.perf_counter(), [], list(sessions)
             free = asyncio.Semaphore(at_once)
 
@@ -122,7 +121,7 @@ def run(url: str, sessions: Sequence[Iterator[Request]], at_once: int) -> tuple[
 
 
 Figures = dict[tuple[str, str], float]
-"""By kind of request and metric."""
+"""Values by kind of request and metric."""
 
 
 def figures_of(replies: Sequence[Reply], seconds: float) -> Figures:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.agent_sessions import ALL, NEW_TOKENS, SEED, STYLES, Load, Request
+from lib.chat_adapter import chat_adapter
 from lib.policy_memory import Budget
 from lib.prefix_replay import ReplayEngine, paged_engine, tail_engine
 from lib.prefix_traces import Bound
@@ -39,7 +40,6 @@ Render = Callable[[Request], list[int]]
 def renderers() -> dict[str, Render]:
     """Return the functions that make a request's token ids, by server."""
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-    from sglang.srt.entrypoints.openai.serving_deepseek_recipe import DeepSeekRecipeChatEncodingAdapter
     from transformers import AutoTokenizer
 
     from sglang_dsv4.cpu.random_tokenizer import write_tokenizer
@@ -48,15 +48,8 @@ def renderers() -> dict[str, Render]:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), VOCAB_SIZE, CONTEXT_TOKENS)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    adapter = DeepSeekRecipeChatEncodingAdapter(
-        chat_encoding_spec="dsv4",
-        tokenizer=tokenizer,
-        reasoning_parser=None,
-        tool_call_parser=None,
-        chat_hooks=None,
-        default_chat_template_kwargs=None,
-    )
-    hooked = DeepSeekRecipeChatEncodingAdapter.encode_messages
+    adapter = chat_adapter(tokenizer)
+    hooked = type(adapter).encode_messages
     original = getattr(hooked, "__wrapped__", hooked)  # where a plugin is loaded in this process
 
     def arguments(request: Request) -> dict[str, Any]:
@@ -80,7 +73,7 @@ def engines(budget: Budget, chunk_tokens: int) -> dict[str, Callable[[], ReplayE
     how = {"context_tokens": CONTEXT_TOKENS, "chunk_tokens": chunk_tokens}
     return {
         "builtin": lambda: paged_engine(budget.sglang_tokens, budget.sglang_swa_tokens, **how),
-        "ours": lambda: tail_engine(budget.tokens, budget.checkpoints, **how),
+        "ours": lambda: tail_engine(budget.tokens, budget.tails, **how),
     }
 
 

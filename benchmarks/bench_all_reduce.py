@@ -1,6 +1,6 @@
 """Sums over the GPUs of one host by size: ours against NCCL, SGLang's all-reduce and a gather.
 
-    python benchmarks/bench_all_reduce.py [--ranks 2] [--rows 1,16] [--dim 4096] [--sweep] [--out FILE.json]
+    python benchmarks/bench_all_reduce.py [--ranks 2] [--rows 1,16] [--dim 4096] [--sweep | --boundary] [--out FILE]
 
 One process a GPU. Contenders, each with the parts [rows, dim] of one sublayer in bf16:
 
@@ -9,6 +9,16 @@ One process a GPU. Contenders, each with the parts [rows, dim] of one sublayer i
     nccl           `torch.distributed.all_reduce`
     gather         under the deterministic flag without ours: all-gather, and the sum of the parts in rank order
     sglang         SGLang's `CustomAllReduceV2`, if it is installed and runs here (its error otherwise)
+
+With --boundary the sum and the boundary to the next sublayer (`hc_boundary`, with FP8 codes) are timed, as a chain of
+BOUNDARIES with weights of their own, so that they come from memory as in a model:
+
+    fused          `hc_boundary_of_parts`, one launch
+    fused_wide     as fused, with one CTA a multiprocessor and more of the weights in its shared memory
+    ours           `all_reduce`, then `hc_boundary`
+    nccl           NCCL's sum, then `hc_boundary`
+    boundary       `hc_boundary` alone
+    boundary_wide  as boundary, with one CTA a multiprocessor
 
 First ours is compared bit by bit with the definition at every size, eagerly and in a graph; if a bit differs nothing is
 timed. Then CALLS calls of a contender on inputs of their own are captured in a CUDA graph, and the graphs are replayed
@@ -32,16 +42,22 @@ from lib.measuring import gpu_state
 from lib.versions import versions
 from torch import Tensor, distributed
 
+from dsv4_kernels import registry
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import FEWEST_THREADS, MOST_CHANNELS, MOST_THREADS
+from dsv4_kernels.host.mailboxes import FEWEST_THREADS, MOST_CHANNELS, MOST_THREADS, Mailboxes
+from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts
+from dsv4_kernels.hyper_connection.gpu import most_tokens_of_parts
+from dsv4_kernels.hyper_connection.gpu import run as run_boundary
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CALLS = 20
+BOUNDARIES = 80
+"""Boundaries of a graph; their weights, 1.5 MB each for V4-Flash, are more than L2 holds."""
 REPLAYS = 30
 WARM_REPLAYS = 5
 MOST_BYTES = 16 << 20
+MOST_BOUNDARY_ROWS, MOST_WIDE_ROWS = 256, 32
 SECONDS = 60.0
 SWEEP = [(64, 512, 128), (256, 512, 128), (512, 512, 128), (128, 1024, 128), (128, 512, 64), (512, 1024, 32)]
 Call = Callable[[Tensor], Tensor]
@@ -74,7 +90,7 @@ class Rank:
             "nccl": self.nccl,
             "gather": self.gather,
         }
-        self.sglang = self.sglang_sum() if not options.without_sglang else None
+        self.sglang = self.sglang_sum() if not (options.without_sglang or options.boundary) else None
         if self.sglang is not None:
             self.calls["sglang"] = self.sglang.custom_all_reduce
 
@@ -142,6 +158,11 @@ class Rank:
             if name == "sglang" and not self.sglang.should_custom_ar(inputs[0]):
                 continue
             graphs[name] = self.captured(name, call, inputs)
+        taken = self.timed(graphs, CALLS)
+        return {name: taken.get(name) for name in self.calls}
+
+    def timed(self, graphs: dict[str, torch.cuda.CUDAGraph], calls: int) -> dict[str, float]:
+        """Microseconds a call of graphs of so many calls, replayed in turns."""
         samples: dict[str, list[float]] = {name: [] for name in graphs}
         for n in range(WARM_REPLAYS + REPLAYS):
             for name, graph in graphs.items():
@@ -153,10 +174,10 @@ class Rank:
                 end.record()
                 torch.cuda.synchronize()
                 if n >= WARM_REPLAYS:
-                    samples[name].append(1e3 * begin.elapsed_time(end) / CALLS)
-        slowest = [max(column) for column in zip(*self.everybody([*samples.values()]), strict=True)]
-        taken = {name: statistics.median(values) for name, values in zip(samples, slowest, strict=True)}
-        return {name: round(taken[name], 2) if name in taken else None for name in self.calls}
+                    samples[name].append(1e3 * begin.elapsed_time(end) / calls)
+        of_ranks = self.everybody(samples)
+        slowest = {name: map(max, zip(*(found[name] for found in of_ranks), strict=True)) for name in samples}
+        return {name: round(statistics.median(values), 2) for name, values in slowest.items()}
 
     def captured(self, name: str, call: Call, inputs: list[Tensor]) -> torch.cuda.CUDAGraph:
         """A graph of one call for each input, after a warm-up."""
@@ -172,6 +193,97 @@ class Rank:
         return graph
 
 
+CHAINS = ("fused", "fused_wide", "ours", "nccl", "boundary", "boundary_wide")
+State = tuple[Tensor, ...]
+"""Streams, post and comb of the last boundary."""
+
+
+class Boundaries:
+    """Chains of boundaries, each after a sum over ranks, by contender."""
+
+    def __init__(self, rank: Rank, rows: int, dim: int) -> None:
+        self.rank, self.boxes = rank, rank.boxes["ours"]
+        self.kernel = registry.chosen("hc_boundary", rank.device, torch.bfloat16).name
+        g = torch.Generator(rank.device).manual_seed(1)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, device=rank.device)
+
+        self.parts = [rank.parts(rows, dim)[rank.rank] for _ in range(BOUNDARIES)]
+        self.fn = normal(BOUNDARIES, 24, 4 * dim) / (4 * dim) ** 0.5
+        self.base, self.scale, self.weight = normal(24), torch.ones(3, device=rank.device), 1 + 0.1 * normal(dim)
+        self.begin = (normal(rows, 4, dim).bfloat16(), normal(rows, 4).sigmoid(), normal(rows, 4, 4).softmax(1))
+        self.contenders = {name: getattr(self, name) for name in CHAINS}
+        most = most_tokens_of_parts(self.boxes, dim, torch.bfloat16)
+        for name, fits in {"fused": rows <= most, "fused_wide": rows <= min(most, MOST_WIDE_ROWS)}.items():
+            if not fits:
+                del self.contenders[name]
+
+    def after(self, n: int) -> tuple:
+        """Arguments of boundary n after the state."""
+        return self.fn[n], self.base, self.scale, self.weight, 1e-6, 1e-6, 20
+
+    def fused(self, n: int, part: Tensor, state: State) -> State:
+        """One launch."""
+        return hc_boundary_of_parts(part, self.boxes, *state, *self.after(n), fp8=True)
+
+    def ours(self, n: int, part: Tensor, state: State) -> State:
+        """Our sum, then the boundary."""
+        return self.boundary(n, all_reduce(part, self.boxes), state)
+
+    def nccl(self, n: int, part: Tensor, state: State) -> State:
+        """NCCL's sum, then the boundary."""
+        return self.boundary(n, self.rank.nccl(part), state)
+
+    def boundary(self, n: int, y: Tensor, state: State) -> State:
+        """The boundary without a sum."""
+        return hc_boundary(y, *state, *self.after(n), fp8=True)
+
+    def fused_wide(self, n: int, part: Tensor, state: State) -> State:
+        """One launch, one CTA a multiprocessor."""
+        return self.wide(n, part, state, self.boxes)
+
+    def boundary_wide(self, n: int, y: Tensor, state: State) -> State:
+        """The boundary without a sum, one CTA a multiprocessor."""
+        return self.wide(n, y, state, None)
+
+    def wide(self, n: int, y: Tensor, state: State, boxes: Mailboxes | None) -> State:
+        """A boundary with one CTA a multiprocessor."""
+        fn, base, scale, weight, *numbers = self.after(n)
+        streams, *coefficients = state
+        given = (streams, (y, *coefficients), (fn, base, scale), weight, *numbers)
+        return run_boundary(self.kernel, "hc_boundary", 24, *given, fp8=True, boxes=boxes, one_cta=True)
+
+    def chain(self, name: str, count: int = BOUNDARIES) -> State:
+        """Results of the last boundary."""
+        state, made = self.begin, ()
+        for n in range(count):
+            made = self.contenders[name](n, self.parts[n], state)
+            state = (made[0], made[2], made[3])
+        return made
+
+    def wrong_bits(self) -> int:
+        """Numbers of a chain's last results that differ between one launch and two."""
+        wrong, expected = 0, self.chain("ours", 5)
+        for name in ("fused", "fused_wide"):
+            for one, two in zip(self.chain(name, 5) if name in self.contenders else (), expected, strict=False):
+                wrong += int((one.contiguous().view(torch.uint8) != two.contiguous().view(torch.uint8)).sum())
+        return sum(self.rank.everybody(wrong))
+
+    def times(self) -> dict[str, float | None]:
+        """Microseconds a sublayer, by contender."""
+        graphs = {}
+        for name in self.contenders:
+            self.chain(name, 2)
+            torch.cuda.synchronize()
+            distributed.barrier(self.rank.cpu_group)
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name], pool=torch.cuda.graph_pool_handle()):
+                self.chain(name)
+        taken = self.rank.timed(graphs, BOUNDARIES)
+        return {name: taken.get(name) for name in CHAINS}
+
+
 def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     """One process: times all sizes; rank 0 prints the table and the result."""
     torch.cuda.set_device(rank)
@@ -179,25 +291,28 @@ def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
         "nccl", init_method=f"file://{store}", rank=rank, world_size=options.ranks, device_id=torch.device("cuda", rank)
     )
     made = Rank(rank, options)
-    wrong = {rows: made.wrong_bits(rows, options.dim) for rows in options.rows if rows * options.dim * 2 <= MOST_BYTES}
-    if any(wrong.values()):
-        raise SystemExit(f"bits differ from the definition, by rows: {wrong}")
-    if rank == 0:
-        print(f"{'rows':>5} {'KB':>7} " + " ".join(f"{name:>15}" for name in made.calls))
     sizes = []
-    for rows in wrong:
-        times = made.times(rows, options.dim)
-        sizes.append({"rows": rows, "kilobytes": rows * options.dim * 2 / 1024, "us": times})
+    for rows in options.rows:
+        if rows * options.dim * 2 > MOST_BYTES or (options.boundary and rows > MOST_BOUNDARY_ROWS):
+            continue
+        boundaries = Boundaries(made, rows, options.dim) if options.boundary else None
+        wrong = boundaries.wrong_bits() if boundaries else made.wrong_bits(rows, options.dim)
+        if wrong:
+            raise SystemExit(f"{wrong} bits differ from the definition at {rows} rows")
+        times = boundaries.times() if boundaries else made.times(rows, options.dim)
         if rank == 0:
+            if not sizes:
+                print(f"{'rows':>5} {'KB':>7} " + " ".join(f"{name:>15}" for name in times))
             cells = " ".join(f"{'-' if us is None else us:>15}" for us in times.values())
             print(f"{rows:>5} {rows * options.dim // 512:>7} {cells}", flush=True)
+        sizes.append({"rows": rows, "kilobytes": rows * options.dim * 2 / 1024, "us": times})
     late = made.everybody([boxes.late_ranks() for boxes in made.boxes.values()])
     if rank == 0:
         result = {
             "gpu": torch.cuda.get_device_name(),
             "ranks": options.ranks,
             "dim": options.dim,
-            "calls_in_a_graph": CALLS,
+            "calls_in_a_graph": BOUNDARIES if options.boundary else CALLS,
             "replays": REPLAYS,
             "bits": "as the definition, eagerly and in graphs",
             "late": any(map(any, late)),
@@ -219,6 +334,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=list(ROWS))
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--boundary", action="store_true")
     parser.add_argument("--without-sglang", action="store_true")
     parser.add_argument("--out")
     options = parser.parse_args(arguments)

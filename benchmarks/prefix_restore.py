@@ -3,7 +3,7 @@
     python benchmarks/prefix_restore.py [--model flash|pro] [--device cuda|cpu] [--json FILE]
 
     restore     device slot -> the rings of a request
-    from host   pinned host slot -> landing slot -> rings
+    from host   pinned host slot -> transit slot -> rings
     snapshot    rings -> device slot (a decoding request fills a page)
     to host     device slot -> pinned host slot (write-through)
 
@@ -100,7 +100,7 @@ def main() -> None:
         "to host": lambda request, slot: memory.issue([], [TierCopy(Tier.HOST, slot, slot)]),
     }
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{arguments.model} on {name}, torch {torch.__version__}: {memory.slot_bytes / 1e6:.2f} MB a checkpoint")
+    print(f"{arguments.model} on {name}, torch {torch.__version__}: {memory.slot_bytes / 1e6:.2f} MB a tail")
     print(f"{'':10} {'launch us':>10} {'total us':>10} {'GB/s':>8}")
     rows = {}
     for what, call in calls.items():

@@ -77,9 +77,9 @@ def policies(budget: Budget, chunk_tokens: int) -> dict[str, Callable[[], Replay
     how = {"context_tokens": 1 << 17, "requests": 64, "chunk_tokens": chunk_tokens}
     return {
         "SGLang 0.5.23": lambda: paged_engine(budget.sglang_tokens, budget.sglang_swa_tokens, **how),
-        "tails": lambda: tail_engine(budget.tokens, budget.checkpoints, **how),
+        "tails": lambda: tail_engine(budget.tokens, budget.tails, **how),
         "tails + host": lambda: tail_engine(
-            budget.tokens, budget.checkpoints, HOST_SLOTS_PER_DEVICE_SLOT * budget.checkpoints, **how
+            budget.tokens, budget.tails, HOST_SLOTS_PER_DEVICE_SLOT * budget.tails, **how
         ),
     }
 
@@ -94,7 +94,7 @@ def main() -> None:
     budget = Budget.of(65_536 if small else 163_840)
     print(
         f"device memory {budget.device_bytes / 1e6:,.0f} MB: SGLang {budget.sglang_tokens:,} tokens + "
-        f"{budget.sglang_swa_tokens:,} SWA tokens; this {budget.tokens:,} tokens + {budget.checkpoints} tails + "
+        f"{budget.sglang_swa_tokens:,} SWA tokens; this {budget.tokens:,} tokens + {budget.tails} tails + "
         f"{REQUEST_SLOTS} rings"
     )
     columns = f"{'scenario':14} {'policy':14} {'requests':>8} {'hit rate':>9} {'of bound':>9} {'zero hits':>9}"

@@ -3,11 +3,12 @@
     python benchmarks/serve_switches.py VARIANTS.json --folder FOLDER --out FILE.json
         [--works decode prefill multi_turn profile] [--requests 1 4 16 64] [--turns 3] [--seconds 400]
 
-VARIANTS.json has the format of `servers.py`; its first server is the baseline. Servers that run in FOLDER already are
-used as they are. A turn runs a load on one server after the other, in an order that every turn reverses, with the other
-servers suspended; the file has every measurement and, for each variant, work and number of requests, the median over
-turns of its figure over the baseline's in the same turn. `profile` is a decode step's busy time on the GPU (mean of
-eight steps), which the host does not disturb. The file is written after every turn; no turn begins after --seconds.
+VARIANTS.json has the format of `servers.py`; its first server is the baseline. Servers that run in FOLDER already with
+these settings are used. A turn runs a load on one server after the other, in an order that every turn reverses, with
+the other servers suspended; the file has every measurement and, for each variant, work and number of requests, the
+median over turns of its figure over the baseline's in the same turn. `profile` is a decode step's busy time on the GPU
+(mean of eight steps), which the host does not disturb. The file is written after every turn; no turn begins after
+--seconds.
 """
 
 from __future__ import annotations
@@ -78,10 +79,9 @@ def main() -> None:
     parser.add_argument("--about", default="", help="hardware, model and stack, for the file")
     arguments = parser.parse_args()
     begin, about = time.monotonic(), json.loads(arguments.variants.read_text())
-    listed = arguments.folder / servers.LIST
-    if not listed.exists() and servers.start_all(about, arguments.folder, 31_000):
+    if servers.start_all(about, arguments.folder, 31_000):
         raise SystemExit("not all servers came up: see above")
-    running = json.loads(listed.read_text())
+    running = servers.listed_servers(arguments.folder)
     names, rows = list(about["servers"]), []
 
     def loaded(name: str, work: str, requests: int, turn: int) -> float:

@@ -37,7 +37,7 @@ def main() -> int:
         return 0
     if arguments.servers is None:
         parser.error("start wants SERVERS.json")
-    return int(start_all(json.loads(arguments.servers.read_text()), arguments.folder, arguments.port) > 0)
+    return int(bool(start_all(json.loads(arguments.servers.read_text()), arguments.folder, arguments.port)))
 
 
 if __name__ == "__main__":

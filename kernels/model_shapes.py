@@ -98,6 +98,8 @@ class ModelShapes:
     """Whether forwards of few tokens join launches (`dsv4_kernels.host.joint_launch`)."""
     peer_sum_ranks: int = 0
     """Ranks that sum through each other's memory; 0 if another library sums."""
+    peer_boundary_tokens: int = 0
+    """Most tokens of a forward whose boundaries sum the ranks' parts; 0 if no boundary does."""
 
     @property
     def options(self) -> frozenset[Option]:

@@ -228,6 +228,15 @@ _ROWS = (
         _op(name, "hyper_connection", STEP, SHAPED, *_kernels(f"hyper_connection.gpu:{{}}_{name}", "compile_jobs"))
         for name in ("hc_boundary", "hc_enter", "hc_finish")
     ),
+    _op(
+        "hc_boundary_of_parts",
+        "hyper_connection",
+        STEP,
+        SHAPED,
+        *_kernels("hyper_connection.gpu:{}_hc_boundary_of_parts", "parts_compile_jobs"),
+        devices=GPU,
+        option=Option.PEER_SUMS,
+    ),
     _op("index_query", "indexer", STEP, ELEMENTWISE, *_kernels("indexer.query:{}", "compile_jobs")),
     _op("index_scores", "indexer", NOWHERE, WAITING),
     _op("index_topk", "indexer", STEP, WAITING, *_kernels("indexer.gpu:{}", "compile_jobs")),

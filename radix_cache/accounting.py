@@ -13,8 +13,8 @@ from dsv4_radix_cache.ring import PAGE_TOKENS
 class Stop(Enum):
     """Why a token of a prompt was recomputed, or why a request's prefix hit ended."""
 
-    NO_BLOCK = "no block"  # the token's compressed blocks are not stored
-    NO_TAIL = "no tail"  # the blocks are stored, but no tail at or after them on the path
+    NO_BLOCK = "no block"  # the token's compressed entries are not stored
+    NO_TAIL = "no tail"  # the entries are stored, but no tail at or after them on the path
     PAGE_REMAINDER = "page remainder"  # it is in an incomplete page, or is the one token that must be computed
     PROMPT_LOGPROBS = "prompt logprobs"  # the request asked for logprobs of its prompt from this token on
     SALT = "salt"  # no page of the prompt is stored under the request's cache_salt or extra_key

@@ -3,9 +3,9 @@
 python -m sglang_dsv4.doctor                                  the installation
 python -m sglang_dsv4.doctor --versions                       versions of packages and machine, for a bug report
 python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
-                                                              and the memory plan of a checkpoint
-python -m sglang_dsv4.doctor MODEL --gpus N [--gpu-memory GB] and what fits on several GPUs, by --attn-dp-size
-python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     and a running server
+                                                              the installation, and the memory plan of a checkpoint
+python -m sglang_dsv4.doctor MODEL --gpus N [--gpu-memory GB] the same, and the KV that fits on several GPUs
+python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     the installation, and the state of a running server
 """
 
 from __future__ import annotations

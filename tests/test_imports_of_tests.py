@@ -1,4 +1,4 @@
-"""Which modules of tests/ and benchmarks/ may import each other: shared code has a folder of its own in both."""
+"""Modules of tests/ and benchmarks/ that may import each other: shared code has a folder of its own in both."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ WHEELS = (
     *("starlette==1.10.0", "tomlkit==0.15.2", "torch-c-dlpack-ext==0.1.5", "torch-memory-saver==0.0.10"),
     *("truststore==0.10.5", "typing-inspection==0.4.5", "uvicorn==0.54.0", "watchfiles==1.3.0"),
     *("z3-solver==4.15.4.0", "xxhash==4.1.0", "ipython==9.18.1", "traitlets==5.16.1", "soundfile==0.13.1"),
-    *("openai-harmony==0.0.4",),
+    *("openai-harmony==0.0.4", "humming-kernels==0.1.12", "nvidia-ml-py==13.615.71", "tabulate==0.10.0"),
 )
 # Globs, from the folder of the unpacked wheels: headers' sources of other GPUs, static libraries, test suites, and
 # extensions that serving this model does not load.
@@ -54,7 +54,7 @@ UNUSED = (
     *("**/*.a", "**/*.pyi", "**/__pycache__", "*.data", "share", "bin", "include", "torch/bin/protoc*", "functorch"),
     *("torchgen/packaged/autograd", "triton/backends/amd/lib"),
     *("triton/backends/nvidia/lib/cupti*", "triton/_C/libproton.so", "triton/instrumentation"),
-    *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so"),
+    *("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions/_server*.so", "z3/lib/libz3.so.*"),
     *("sgl_kernel/sm100", "sgl_kernel/infllm_ops*", "sgl_kernel/flash_ops*"),
     *("flashinfer/data/csrc/*sm100*", "flashinfer/data/csrc/*sm12*", "flashinfer/data/csrc/blackwell*"),
     *("flashinfer/data/csrc/fmha_v2*", "flashinfer/data/cutlass/tools/library"),
@@ -64,7 +64,7 @@ UNUSED = (
 # import.
 NEEDED = (
     *("torch/bin/torch_shm_manager", "torch/testing/_internal/distributed/*.py", "triton/backends/amd/*.py"),
-    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "nvidia/nccl/lib/libnccl.so.2"),
+    *("nvidia_cutlass_dsl/dsl_packages/cutlass", "z3/lib/libz3.so", "nvidia/nccl/lib/libnccl.so.2"),
 )
 FAT_BINARY_MAGIC = 0xBA55ED50
 STRIP_FROM_BYTES = 500_000

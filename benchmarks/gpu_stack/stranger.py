@@ -38,7 +38,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +54,7 @@ FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--conte
 FLAGS += ("--chunked-prefill-size", "2048", "--cuda-graph-bs-decode", "1", "4", "16")
 """Flags beside README's: a pool of which two fit on the GPU, and few CUDA graphs."""
 PROMPT = [*range(100, 400)]
+SESSIONS: set[int] = set()  # of the servers that run
 STARTS = ("first start", "no compiler", "second start", "read-only home", "shared cache")
 CHECKPOINT = """
 import sys
@@ -237,6 +238,7 @@ def serving(host: Host, user: User, port: int, log: Path, env: dict[str, str]) -
         process = user.popen(
             [*command, "--port", str(port), *FLAGS], env, cwd=host.work / "empty", stdout=file, stderr=file
         )
+    SESSIONS.add(process.pid)
     try:
         while not answers(f"http://127.0.0.1:{port}/health"):
             seconds = time.monotonic() - begin
@@ -247,20 +249,25 @@ def serving(host: Host, user: User, port: int, log: Path, env: dict[str, str]) -
         yield time.monotonic() - begin
     finally:
         for how in (signal.SIGTERM, signal.SIGKILL):
-            try:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, how)
                 process.wait(timeout=20)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                pass
+        SESSIONS.discard(process.pid)
+
+
+def end_all(number: int, frame: object) -> None:
+    """Answer SIGTERM: end all servers and this process. A `finally` would wait for starts in other threads first."""
+    for session in list(SESSIONS):
+        with suppress(ProcessLookupError):
+            os.killpg(session, signal.SIGKILL)
+    os._exit(128 + number)
 
 
 def answers(url: str) -> bool:
     """Whether a GET of the URL is answered with 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        return answer.status == 200
+    return False
 
 
 def start(host: Host, name: str, user: User, port: int, **extra: str) -> Started:
@@ -286,11 +293,7 @@ def start(host: Host, name: str, user: User, port: int, **extra: str) -> Started
 
 
 def at_once(*starts: Callable[[], Started]) -> list[Started]:
-    """The results of several starts that run at the same time.
-
-    Raises:
-        Failed: as the first of them that failed.
-    """
+    """The results of several starts that run at the same time; raises what the first of them raises."""
     with ThreadPoolExecutor(len(starts)) as threads:
         running = [threads.submit(start) for start in starts]
     return [one.result() for one in running]
@@ -377,9 +380,8 @@ class Run:
             facts["compiled"] == 0 and facts["kept"] == before,
             f"expected no kernel compiled and {before} on disk, got {facts['compiled']} and {facts['kept']}",
         )
-        expect(
-            second.tokens == self.first.tokens, f"expected the tokens {self.first.tokens} again, got {second.tokens}"
-        )
+        same = second.tokens == self.first.tokens
+        expect(same, f"expected the tokens {self.first.tokens} again, got {second.tokens}")
         return facts
 
     def read_only_home(self) -> dict[str, object]:
@@ -388,8 +390,7 @@ class Run:
         if user.uid is not None:
             os.chown(user.home, 0, 0)
         user.home.chmod(0o555)
-        started = start(self.host, "read_only", user, self.port)
-        facts = started.facts()
+        facts = (started := start(self.host, "read_only", user, self.port)).facts()
         expect(not any(user.home.iterdir()), f"expected an empty home, got {[*user.home.iterdir()]}")
         expect(facts["compiled"] == facts["kernels"], "expected all kernels compiled: the home has none")
         expect(facts["workers"] >= 2, f"expected kernels compiled by several processes, got {facts['workers']}")
@@ -463,6 +464,7 @@ def main() -> int:
     parser.add_argument("--start-limit", type=float, default=900, help="seconds until a server must be ready")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS, help="steps that start servers, to run")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, end_all)
     if not arguments.wheel.is_file():
         parser.error(f"--wheel: expected a file, got {arguments.wheel}; `make dist` writes one to dist/")
     if arguments.work.exists():

@@ -29,12 +29,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from lib.serve_load import connections
+from lib.http_client import HttpClient, new_session
 
 TOP = 5
-TIMEOUT_S = 900
 SHOWN = 20
 """Number of mismatches that a report describes."""
 PAGE = 256
@@ -172,11 +169,8 @@ class Sizes:
     seed: int = 0
 
 
-class Client:
-    """Sends requests to one server."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.session, self.url = session, url
+class Client(HttpClient):
+    """Sends requests of a trace, and reads their answers."""
 
     async def ask(self, request: Request) -> Answer:
         """Return the answer of one request.
@@ -198,21 +192,11 @@ class Client:
                     response.close()
                     return
 
-    async def flush(self) -> None:
-        """Empty the prefix cache, repeating the request: a server that has just answered refuses it for a moment."""
-        for _ in range(600):
-            async with self.session.post(f"{self.url}/flush_cache") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.02)
-        raise RuntimeError("/flush_cache was refused for twelve seconds")
-
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
     """Yield a client of the server at `url`."""
-    timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), connections()
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
+    async with new_session() as session:
         yield Client(session, url)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lib.servers import running
@@ -10,13 +10,15 @@ from lib.servers import running
 GUESS_TOKENS = 65_536
 
 
-def builtin_tokens(model: Path, flags: Sequence[str], size: float, port: int, logs: Path) -> int:
+def builtin_tokens(
+    model: Path, flags: Sequence[str], size: float, port: int, logs: Path, env: Mapping[str, str] | None = None
+) -> int:
     """Return the built-in's --max-total-tokens for about `size` bytes of KV memory.
 
     The built-in computes bytes from tokens by rules of its own, so a server is started, and its log is read.
     """
     log = logs / "builtin_guess.log"
-    with running("builtin", model, (*flags, "--max-total-tokens", str(GUESS_TOKENS)), port, log) as server:
+    with running("builtin", model, (*flags, "--max-total-tokens", str(GUESS_TOKENS)), port, log, env=env) as server:
         used, held = server.kv_memory()
     return max(4096, int(held * size / used) // 256 * 256)
 

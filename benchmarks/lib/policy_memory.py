@@ -25,7 +25,7 @@ class Budget:
     sglang_tokens: int
     sglang_swa_tokens: int
     tokens: int
-    checkpoints: int  # number of tails; the name is that of results/prefix_simulation.json
+    tails: int  # number of device slots for tails
 
     @classmethod
     def of(cls, sglang_tokens: int) -> Budget:

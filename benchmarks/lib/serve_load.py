@@ -1,4 +1,5 @@
-"""Loads for a running SGLang server, sent as input ids to /generate: decode, prefill, multi-turn, churn.
+"""Loads for a running SGLang server, sent as input ids to /generate: decode, prefill, answers of one length,
+multi-turn, churn.
 
 Prompts are random token ids, so a prefix is shared only where a load says so. Times are the client's: TTFT from the
 request to its first token, ITL between tokens of a request (tokens that arrive together share the gap). Nothing here
@@ -17,11 +18,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import aiohttp
+from lib.http_client import HttpClient, new_session
 
 FIRST_ID, LAST_ID = 3, 129_000
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
-TIMEOUT_S = 900
 SILENCE = "longest_silence_s"
 """Name of a figure that every load has, see `longest_silence`."""
 
@@ -48,11 +48,8 @@ class Reply:
         return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 
-class Client:
+class Client(HttpClient):
     """Streams /generate with greedy sampling."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self.session, self.url = session, url
 
     async def generate(
         self, input_ids: Sequence[int], new_tokens: int, begun: Callable[[], object] | None = None
@@ -91,21 +88,6 @@ class Client:
         cached, steps = (int(meta.get(name) or 0) for name in ("cached_tokens", "spec_verify_ct"))
         return Reply(sent, tuple(times), len(input_ids), cached, ids, steps)
 
-    async def flush(self) -> None:
-        """Empty the prefix cache, repeating the request: a server that has just answered refuses it for a moment."""
-        for _ in range(100):
-            async with self.session.post(f"{self.url}/flush_cache") as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.1)
-        raise RuntimeError("/flush_cache was refused for ten seconds")
-
-
-def connections() -> aiohttp.TCPConnector:
-    """Return a connector without a limit of connections. SGLang's server closes a connection that was idle for five
-    seconds, and a request sent at that moment fails: so idle connections are closed here before."""
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-
 
 Load = Callable[[Client], Awaitable[dict[str, float]]]
 """Sends requests with a client and returns figures by name."""
@@ -115,8 +97,7 @@ def run(url: str, load: Load) -> dict[str, float]:
     """Run one load against a server, from an empty prefix cache."""
 
     async def main() -> dict[str, float]:
-        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), connections()
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as session:
+        async with new_session() as session:
             client = Client(session, url)
             await client.flush()
             return await load(client)
@@ -157,9 +138,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
         figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
-        if steps := sum(reply.verify_steps for reply in replies):  # prefill makes each request's first token
-            figures["tokens_a_step"] = sum(len(reply.token_times) - 1 for reply in replies) / steps
-        return figures
+        return figures | _tokens_a_step(replies)
 
     return load
 
@@ -177,6 +156,32 @@ def prefill(prompts: int, length: int, seed: int) -> Load:
             "tok_s": prompts * length / seconds,
             SILENCE: longest_silence(replies),
             **_milliseconds("ttft", [reply.ttft for reply in replies]),
+        }
+
+    return load
+
+
+def answers(requests: int, prompt: int, new_tokens: int, seed: int) -> Load:
+    """Return a load of `requests` different prompts at once, answered in full: the form in which others publish.
+
+    tok_s counts prompts and answers from the first request to the last token, output_tok_s answers alone. tpot is a
+    request's time a token after its first one.
+    """
+
+    async def load(client: Client) -> dict[str, float]:
+        rng = random.Random(seed)
+        asked = [_ids(rng, prompt) for _ in range(requests)]
+        begin = time.perf_counter()
+        replies = await asyncio.gather(*(client.generate(ids, new_tokens) for ids in asked))
+        seconds = max(reply.token_times[-1] for reply in replies) - begin
+        after_first = [(r.token_times[-1] - r.token_times[0]) / (new_tokens - 1) for r in replies]
+        return {
+            "tok_s": requests * (prompt + new_tokens) / seconds,
+            "output_tok_s": requests * new_tokens / seconds,
+            SILENCE: longest_silence(replies),
+            **_tokens_a_step(replies),
+            **_milliseconds("ttft", [reply.ttft for reply in replies]),
+            **_milliseconds("tpot", after_first),
         }
 
     return load
@@ -247,6 +252,12 @@ def _served(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
         **_milliseconds("ttft", [reply.ttft for reply in replies]),
         **_milliseconds("itl", [gap for reply in replies for gap in reply.gaps]),
     }
+
+
+def _tokens_a_step(replies: Sequence[Reply]) -> dict[str, float]:
+    steps = sum(reply.verify_steps for reply in replies)
+    made = sum(len(reply.token_times) - 1 for reply in replies)  # prefill makes each request's first token
+    return {"tokens_a_step": made / steps} if steps else {}
 
 
 def _milliseconds(name: str, seconds: Iterable[float]) -> dict[str, float]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import re
 import shlex
-import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from lib import sessions
 
 CONTENDERS = ("builtin", "ours")
 HCA_GROUP = 128  # tokens of an HCA entry, and rows of a request's HCA state in the built-in
 READY_TIMEOUT_S = 900
+LINES_OF_REASON = 40
 NODES_PORT, NODE_PORTS = (
     500,
     1000,
@@ -29,6 +34,7 @@ process."""
 STALL_S = 2.0  # twice the longest forward, a chunk of the 64K prefill
 SWITCHES = (
     "DSV4_DEPENDENT_LAUNCH",
+    "SGLANG_DSV4_ALL_REDUCE",
     "SGLANG_DSV4_JOINT_LAUNCH",
     "SGLANG_DSV4_SEQUENCE_PARALLEL",
     "SGLANG_DSV4_VERIFY_EPILOGUE",
@@ -123,6 +129,10 @@ def builtin_pools(log: str, model: Path) -> tuple[float, int]:
 Process = subprocess.Popen[bytes]
 
 
+class DidNotComeUpError(RuntimeError):
+    """Raised when a server does not come up; the message has the reason or its log's end."""
+
+
 def environment_of(contender: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of a server's process: this process's with `more`."""
     env = {**os.environ, **(more or {}), "SGLANG_DSV4": "off" if contender == "builtin" else ""}
@@ -130,15 +140,33 @@ def environment_of(contender: str, more: Mapping[str, str] | None = None) -> dic
 
 
 def start(contender: str, model: Path, flags: Sequence[str], port: int, log: Path, env: Mapping[str, str]) -> Process:
-    """Start a server's process in a session of its own. With --nnodes it is a shell that becomes the first node's
-    process."""
+    """Start a server's process in a session of its own, which ends with this process (`sessions`). With --nnodes it is
+    a shell that becomes the first node's process.
+
+    Raises:
+        DidNotComeUpError: another process answers at the port; it would be taken for the new server.
+    """
+    if is_taken(port):
+        raise DidNotComeUpError(
+            f"port {port} should be free for the {contender} server, but a process listens there, perhaps a server of "
+            "an earlier benchmark: end that process, or give another --port"
+        )
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags]
     if "--nnodes" in flags:
         command = ["sh", "-c", nodes_script(command, int(flags[flags.index("--nnodes") + 1]), port, log)]
     else:
         command += ["--port", str(port)]
     with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True)
+        options = {"stdout": file, "stderr": subprocess.STDOUT, "env": dict(env), "start_new_session": True}
+        process = subprocess.Popen(command, **options)
+    sessions.own(process.pid)
+    return process
+
+
+def is_taken(port: int) -> bool:
+    """Return whether a process listens at a port of this machine."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def nodes_script(command: Sequence[str], nodes: int, port: int, log: Path) -> str:
@@ -158,65 +186,79 @@ def wait(contender: str, process: Process, url: str, log: Path, begin: float) ->
     """Wait until the server answers; return the seconds since `begin`.
 
     Raises:
-        RuntimeError: the server ended, was not ready in time, or ours is not live; the message has its log's end.
+        DidNotComeUpError: the server ended, was not ready in time, or ours is not live; the message has its log's end.
     """
-    while not _answers(url):
-        taken = PORT_TAKEN in log.read_text(errors="replace")  # SGLang's warm-up keeps trying for two minutes
-        if taken or process.poll() is not None or time.monotonic() - begin > READY_TIMEOUT_S:
-            raise RuntimeError(f"the {contender} server did not come up; {log} ends:\n{_end_of(log)}")
+    while not is_ready(contender, process.poll() is None, url, log, time.monotonic() - begin):
         time.sleep(0.5)
+    return time.monotonic() - begin
+
+
+def is_ready(contender: str, alive: bool, url: str, log: Path, waited_s: float) -> bool:
+    """Return whether a server answers.
+
+    Raises:
+        DidNotComeUpError: it ended, was not ready in time, or ours is not live; the message has its log's end.
+    """
+    if not _answers(url):
+        taken = PORT_TAKEN in log.read_text(errors="replace")  # SGLang's warm-up keeps trying for two minutes
+        if taken or not alive or waited_s > READY_TIMEOUT_S:
+            raise DidNotComeUpError(f"the {contender} server did not come up; {_end_of(log)}")
+        return False
     text = log.read_text(errors="replace")
     live = "sglang_dsv4" in text and "is live on" in text
     if live != (contender == "ours"):
-        raise RuntimeError(f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}")
-    return time.monotonic() - begin
+        raise DidNotComeUpError(
+            f"{contender} was asked for, but sglang_dsv4 is {'' if live else 'not '}live: see {log}"
+        )
+    return True
 
 
 @contextlib.contextmanager
 def running(
-    contender: str, model: Path, flags: Sequence[str], port: int, log: Path, alone: bool = False
+    contender: str,
+    model: Path,
+    flags: Sequence[str],
+    port: int,
+    log: Path,
+    alone: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Start a server, wait until it answers, and stop it with all its processes at the end.
+    """Start a server, wait until it answers, and stop it with all its processes at the end, also at SIGTERM.
 
     A server that `servers.py start` runs with the same model, flags and switches is used instead and keeps running.
     With `alone`, the processes of all other servers in that folder are suspended meanwhile, for measuring times.
+    `env` is added to this process's environment.
 
     Raises:
-        RuntimeError: see `wait`.
+        DidNotComeUpError: see `start` and `wait`.
     """
-    here = already_running(contender, model, flags, os.environ)
+    here = already_running(contender, model, flags, {**os.environ, **(env or {})})
     if here is not None:
         print(f"{contender}: taking the server that runs at {here.url}, ready after {here.ready_s:.0f} s", flush=True)
         with others_suspended(Path(os.environ[FOLDER_VARIABLE]), here.url) if alone else contextlib.nullcontext():
             yield here
         return
     begin = time.monotonic()
-    process = start(contender, model, flags, port, log, environment_of(contender))
+    process = start(contender, model, flags, port, log, environment_of(contender, env))
     try:
         url = f"http://127.0.0.1:{port}"
         yield Server(contender, model, url, log, wait(contender, process, url, log, begin))
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        sessions.end(process.pid)
         process.wait()
 
 
 @contextlib.contextmanager
 def others_suspended(folder: Path, url: str) -> Iterator[None]:
     """Suspend the servers of `folder` except the one at `url`; they continue at the end."""
-    sessions = [found["pid"] for found in listed_servers(folder).values() if found["url"] != url]
+    others = [found["pid"] for found in listed_servers(folder).values() if found["url"] != url]
     try:
-        for session in sessions:
-            os.killpg(session, signal.SIGSTOP)
+        for session in others:
+            sessions.suspend(session)
         yield
     finally:
-        for session in sessions:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(session, signal.SIGCONT)
+        for session in others:
+            sessions.resume(session)
 
 
 def _answers(url: str) -> bool:
@@ -228,7 +270,8 @@ def _answers(url: str) -> bool:
 
 
 def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    lines = log.read_text(errors="replace").splitlines()[-LINES_OF_REASON:]
+    return "\n".join([f"{log} ends:", *lines])
 
 
 # ------------------------------------------------------------------------------------------------ several at once
@@ -255,9 +298,8 @@ def already_running(contender: str, model: Path, flags: Sequence[str], env: Mapp
     for found in json.loads((Path(env[FOLDER_VARIABLE]) / LIST).read_text()).values():
         if found["identity"] != wanted:
             continue
-        with contextlib.suppress(ProcessLookupError):  # a killed benchmark may have left it suspended
-            os.killpg(found["pid"], signal.SIGCONT)
-        if _answers(found["url"]):
+        sessions.resume(found["pid"])
+        if "ready_s" in found and _answers(found["url"]):
             return Server(contender, model, found["url"], Path(found["log"]), found["ready_s"])
     return None
 
@@ -267,48 +309,70 @@ def listed_servers(folder: Path) -> dict[str, dict]:
     return json.loads((folder / LIST).read_text()) if (folder / LIST).exists() else {}
 
 
-def end_session(session: int) -> None:
-    """End all processes of a session: SIGTERM, two seconds, SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(session, number)
-            time.sleep(2.0)
+def start_all(about: Mapping, folder: Path, port: int, seconds: float = math.inf) -> dict[str, str]:
+    """Start all servers that SERVERS.json names at once and list them; return the failed ones' reasons, by name.
 
-
-def start_all(about: Mapping, folder: Path, port: int) -> int:
-    """Start all servers that SERVERS.json names at once and list the ones that are ready; return how many failed."""
+    A server that runs in the folder already, with the same settings, is not started again. A server that is neither
+    ready nor ended after `seconds` stays in the list without `ready_s`: another call goes on waiting.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model, common, begin, processes = Path(about["model"]), about.get("flags", []), time.monotonic(), {}
-    for i, (name, server) in enumerate(about["servers"].items()):
+    model, common, deadline = Path(about["model"]), about.get("flags", []), time.monotonic() + seconds
+    listed, failed, waiting = listed_servers(folder), {}, []
+    for name, server in about["servers"].items():
         contender, flags = server["contender"], [*common, *server.get("flags", [])]
-        env, log, url = (
-            environment_of(contender, server.get("env")),
-            folder / f"{name}.log",
-            f"http://127.0.0.1:{port + i}",
-        )
-        where = Path(server.get("model", model))
-        process = start(contender, where, flags, port + i, log, env)
-        processes[name] = process, {
-            "identity": identity(contender, where, flags, env), "url": url, "log": str(log), "pid": process.pid
-        }  # fmt: skip
-    listed, failed = listed_servers(folder), 0
-    for name, (process, found) in processes.items():
-        try:
-            contender = found["identity"]["contender"]
-            found["ready_s"] = wait(contender, process, found["url"], Path(found["log"]), begin)
-            print(f"{name}: ready after {found['ready_s']:.0f} s", flush=True)
-        except RuntimeError as error:
-            failed += 1
-            print(f"{name}: {error}", flush=True)
-            end_session(process.pid)
-            continue
-        listed[name] = found
-        (folder / LIST).write_text(json.dumps(listed, indent=1))
+        env, where = environment_of(contender, server.get("env")), Path(server.get("model", model))
+        wanted = identity(contender, where, flags, env)
+        here = listed.get(name)
+        if here is None or here["identity"] != wanted or not sessions.leader_runs(here["pid"]):
+            if here is not None:
+                sessions.end(here["pid"])
+                del listed[name]
+            used = {found["url"].rpartition(":")[2] for found in listed.values()}
+            at = next(free for free in itertools.count(port) if str(free) not in used and not is_taken(free))
+            log = folder / f"{name}.log"
+            process = start(contender, where, flags, at, log, env)
+            listed[name] = {
+                "identity": wanted, "url": f"http://127.0.0.1:{at}", "log": str(log), "pid": process.pid,
+                "begun": time.time(),
+            }  # fmt: skip
+        sessions.own(listed[name]["pid"])
+        sessions.resume(listed[name]["pid"])
+        waiting += [name] * ("ready_s" not in listed[name])
+    _list(folder, listed)
+    while waiting and time.monotonic() < deadline:
+        for name in list(waiting):
+            found = listed[name]
+            try:
+                alive, took = sessions.leader_runs(found["pid"]), time.time() - found["begun"]
+                if not is_ready(found["identity"]["contender"], alive, found["url"], Path(found["log"]), took):
+                    continue
+                found["ready_s"] = took
+                print(f"{name}: ready after {found['ready_s']:.0f} s", flush=True)
+            except DidNotComeUpError as error:
+                failed[name] = str(error)
+                print(f"{name}: {error}", flush=True)
+                sessions.end(found["pid"])
+                del listed[name]
+            waiting.remove(name)
+            _list(folder, listed)
+        time.sleep(0.5 if waiting else 0)
     return failed
 
 
-def stop_all(folder: Path) -> None:
-    """End the servers of FOLDER with all their processes."""
-    for found in listed_servers(folder).values():
-        end_session(found["pid"])
-    (folder / LIST).write_text("{}")
+def note(folder: Path, name: str, **facts: object) -> None:
+    """Add facts to a server's entry in the list of FOLDER."""
+    listed = listed_servers(folder)
+    listed[name].update(facts)
+    _list(folder, listed)
+
+
+def _list(folder: Path, servers: Mapping[str, dict]) -> None:
+    (folder / LIST).write_text(json.dumps(servers, indent=1))
+
+
+def stop_all(folder: Path, but: Collection[str] = ()) -> None:
+    """End the servers of FOLDER with all their processes, except the ones named."""
+    listed = listed_servers(folder)
+    for name in [name for name in listed if name not in but]:
+        sessions.end(listed.pop(name)["pid"])
+        _list(folder, listed)

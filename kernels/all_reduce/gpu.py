@@ -22,7 +22,8 @@ The bit lies in device memory, so a CUDA graph can be replayed any number of tim
 overflows. EMPTY words of sum k are in place before the next writer: the end of a grid and the start of the next one in
 the stream order all accesses of the system, and the part of sum k + 1 is sent after it.
 
-Sums of one group must run on one stream, in one order on all ranks: two at once would share channels.
+Sums of one group must run on one stream, in one order on all ranks: two at once would share channels. A boundary that
+sums (`hyper_connection/parts.py`) is such a sum.
 
 A thread that waits longer than the limit stores 1 for the missing sender to `late`, which the host reads, returns NaN,
 and marks the mailbox as failed: later sums wait only a moment and return NaN, so the host soon gets control. A failed
@@ -40,18 +41,21 @@ import torch
 from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import EMPTY, MOST_RANKS, MOST_THREADS, NAN, VECTOR_BYTES
 from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device.peer_words import (
+    EMPTY,
+    Peers,
+    peers_of,
+    sendable,
+    store,
+    time_limit_of,
+    total,
+    wait_for_parts,
+)
 from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.mailboxes import MOST_THREADS, VECTOR_BYTES, Mailboxes
 from dsv4_kernels.model_shapes import ModelShapes
-
-POLLS = 256
-"""Polls between two readings of the clock."""
-
-Addresses = NamedTuple("Addresses", [(f"rank_{r}", Int64) for r in range(MOST_RANKS)])
-"""A mailbox of each rank, as this GPU addresses it."""
 
 
 class Arguments(NamedTuple):
@@ -59,70 +63,9 @@ class Arguments(NamedTuple):
 
     part: Int64
     out: Int64
-    own: Int64
-    """This rank's mailbox."""
-    buffer_of: Int64
-    """[channels] int32: which buffer a channel uses next."""
-    failed: Int64
-    """int32 on this GPU: whether a sum has failed."""
-    late: Int64
-    """[ranks] int32 in the host's memory: which senders did not arrive."""
-    time_limit: Int64
-    """Nanoseconds."""
-    buffer_bytes: Int64
-    channel_bytes: Int64
-    place_bytes: Int64
-    rank: Int32
     vectors: Int32
     """Vectors of 16 bytes of the part."""
-    mailboxes: Addresses
-
-
-def store(address: Int64, words: tuple) -> None:
-    """Stores 16 bytes to any GPU's memory; each word becomes visible to polls of that GPU at its own time."""
-    ptx.asm("st.relaxed.sys.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)
-
-
-def poll(address: Int64) -> tuple:
-    """Four words that any GPU may be storing at the same time."""
-    code = "ld.relaxed.sys.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-    return ptx.asm(code, [Uint32] * 4, address)
-
-
-def load_flag(address: Int64) -> Int32:
-    """A word that other CTAs of this GPU may be setting."""
-    return ptx.asm("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", [Int32], address)
-
-
-def set_flag(address: Int64) -> None:
-    """Stores 1 for other CTAs of this GPU, and for the host."""
-    ptx.asm("st.relaxed.sys.global.b32 [{$r0}], {$r1};", [], address, Int32(1))
-
-
-def sendable(word: Uint32) -> Uint32:
-    """The word, or another NaN in place of EMPTY."""
-    return ptx.asm(
-        f"{{\n.reg .pred p;\nsetp.eq.u32 p, {{$r0}}, {EMPTY};\nselp.b32 {{$w0}}, {NAN}, {{$r0}}, p;\n}}", [Uint32], word
-    )
-
-
-def empties(words: list) -> Int32:
-    """1 if a word is EMPTY, else 0."""
-    return ptx.asm(
-        "{\n.reg .pred p;\n.reg .b32 x;\nmax.u32 x, {$r0}, {$r1};\nmax.u32 x, x, {$r2};\nmax.u32 x, x, {$r3};\n"
-        f"setp.eq.u32 p, x, {EMPTY};\nselp.b32 {{$w0}}, 1, 0, p;\n}}",
-        [Int32],
-        *words,
-    )
-
-
-def summed(parts: list, fp32: bool) -> tuple:
-    """Words of the sum in fp32 of the parts' words, in order, rounded once."""
-    numbers = [[ptx.as_f32(word) for word in words] if fp32 else bf16_rows.channels(words) for words in parts]
-    total = numbers[0]
-    for part in numbers[1:]:
-        total = [bf16_rows.add(a, b) for a, b in zip(total, part, strict=True)]
-    return tuple(ptx.as_u32(x) for x in total) if fp32 else bf16_rows.packed(total)
+    peers: Peers
 
 
 @cute.jit
@@ -150,67 +93,36 @@ def kernel(args: Arguments, ranks: cutlass.Constexpr, most_threads: cutlass.Cons
     """Sends and sums the blocks of one CTA."""
     thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
     threads, ctas = cute.arch.block_dim()[0], cute.arch.grid_dim()[0]
-    sender_bytes = most_threads * VECTOR_BYTES
+    peers, sender_bytes = args.peers, most_threads * VECTOR_BYTES
     dependent_launch.begin()
-    state = args.buffer_of + cta * 4
+    state = peers.buffer_of + cta * 4
     buffer = ptx.load_i32(state)
-    failed = load_flag(args.failed)
-    place = Int64(buffer) * args.buffer_bytes + cta * args.channel_bytes + thread * VECTOR_BYTES
+    time_limit = time_limit_of(peers)
+    place = Int64(buffer) * peers.buffer_bytes + cta * peers.channel_bytes + thread * VECTOR_BYTES
     first = cta * threads + thread
 
     vector, offset = first, place
     while vector < args.vectors:
         words = [sendable(word) for word in bf16_rows.load_words(args.part + Int64(vector) * VECTOR_BYTES)]
         for r in cutlass.range_constexpr(ranks):
-            store(args.mailboxes[r] + offset + args.rank * sender_bytes, words)
+            store(peers.mailboxes[r] + offset + peers.rank * sender_bytes, words)
         vector += ctas * threads
-        offset += args.place_bytes
+        offset += peers.place_bytes
 
-    time_limit = args.time_limit
-    if failed != 0:
-        time_limit = Int64(0)
     vector, offset = first, place
     while vector < args.vectors:
-        arrived = wait_for_parts(args, args.own + offset, time_limit, ranks, sender_bytes)
-        parts = [[arrived[4 * r + w] for w in range(4)] for r in range(ranks)]
-        ptx.store_16_bytes(args.out + Int64(vector) * VECTOR_BYTES, summed(parts, fp32))
+        arrived = wait_for_parts(peers, peers.own + offset, time_limit, ranks, sender_bytes, 4)
+        added = total([[arrived[4 * r + w] for w in range(4)] for r in range(ranks)], fp32)
+        words = tuple(ptx.as_u32(x) for x in added) if fp32 else bf16_rows.packed(added)
+        ptx.store_16_bytes(args.out + Int64(vector) * VECTOR_BYTES, words)
         for r in cutlass.range_constexpr(ranks):
-            store(args.own + offset + r * sender_bytes, [Uint32(EMPTY)] * 4)
+            store(peers.own + offset + r * sender_bytes, [Uint32(EMPTY)] * 4)
         vector += ctas * threads
-        offset += args.place_bytes
+        offset += peers.place_bytes
 
     cute.arch.sync_threads()  # all threads have read which buffer to use
     if thread == 0:
         ptx.store_i32(state, buffer ^ 1)
-
-
-@cute.jit
-def wait_for_parts(
-    args: Arguments, address: Int64, time_limit: Int64, ranks: cutlass.Constexpr, sender_bytes: cutlass.Constexpr
-) -> cute.Tensor:
-    """The words of all ranks' vectors at a place of this rank's mailbox, [4 * ranks]; EMPTY where the time is over."""
-    arrived = cute.make_rmem_tensor((4 * ranks,), Uint32)
-    missing, polls, since = Int32(1), Int32(0), Int64(0)
-    while missing != 0:
-        missing = Int32(0)
-        for r in cutlass.range_constexpr(ranks):
-            words = poll(address + r * sender_bytes)
-            for w in cutlass.range_constexpr(4):
-                arrived[4 * r + w] = words[w]
-        for r in cutlass.range_constexpr(ranks):
-            missing = missing | empties([arrived[4 * r + w] for w in range(4)])
-        polls += 1
-        if missing != 0 and polls % POLLS == 0:
-            now = cute.arch.globaltimer()
-            if since == 0:
-                since = now
-            if now - since >= time_limit and polls > POLLS:
-                for r in cutlass.range_constexpr(ranks):
-                    if empties([arrived[4 * r + w] for w in range(4)]) != 0:
-                        set_flag(args.late + 4 * r)
-                set_flag(args.failed)
-                missing = Int32(0)
-    return arrived
 
 
 # Host side
@@ -220,25 +132,6 @@ def compile(arch: str, ranks: int, most_threads: int, dtype: torch.dtype) -> Cal
     """The compiled launch function, from memory, from disk or from the compiler: (arguments, CTAs, threads, stream)."""
     config = ranks, most_threads, dtype == torch.float32
     return load_launcher("all_reduce", config, arch, launch, Arguments, *config, Int32, Int32)
-
-
-def _arguments(part: Tensor, out: Tensor, vectors: int, mailboxes: Mailboxes) -> Arguments:
-    plan, addresses = mailboxes.plan, mailboxes.addresses
-    return Arguments(
-        part=part.data_ptr(),
-        out=out.data_ptr(),
-        own=addresses[mailboxes.rank],
-        buffer_of=mailboxes.buffer_of.data_ptr(),
-        failed=mailboxes.failed.data_ptr(),
-        late=mailboxes.late.data_ptr(),
-        time_limit=mailboxes.time_limit,
-        buffer_bytes=plan.buffer_bytes,
-        channel_bytes=plan.channel_bytes,
-        place_bytes=plan.place_bytes,
-        rank=mailboxes.rank,
-        vectors=vectors,
-        mailboxes=Addresses(*addresses, *(0,) * (MOST_RANKS - plan.ranks)),
-    )
 
 
 def _run(name: str, part: Tensor, mailboxes: Mailboxes) -> Tensor:
@@ -251,7 +144,7 @@ def _run(name: str, part: Tensor, mailboxes: Mailboxes) -> Tensor:
     out, vectors = torch.empty_like(part), num_bytes // VECTOR_BYTES
     launcher = compile(architecture(name, part.device), plan.ranks, plan.threads, part.dtype)
     if vectors:
-        arguments = _arguments(part, out, vectors, mailboxes)
+        arguments = Arguments(part.data_ptr(), out.data_ptr(), vectors, peers_of(mailboxes))
         launcher(arguments, *map(Int32, plan.launch(vectors)), current_stream(part.device))
     return out
 

@@ -15,8 +15,8 @@ import torch
 from cuda.bindings import runtime
 from torch.distributed import ProcessGroup
 
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import Plan
+from dsv4_kernels.host.arch import clusters_at_once
+from dsv4_kernels.host.mailboxes import CLUSTER, Mailboxes, Plan
 from dsv4_kernels.registry import select
 
 TRY_SECONDS = 20.0
@@ -59,8 +59,9 @@ def connect(
         failed = torch.zeros(1, dtype=torch.int32, device=device)
         late = torch.zeros(ranks, dtype=torch.int32, pin_memory=True)
         torch.cuda.synchronize(device)
-        _gathered(None, cpu_group)  # no rank sends before all mailboxes are empty
-    return Mailboxes(group, rank, made, addresses, buffer_of, failed, late, int(seconds * 1e9))
+        # No rank sends before all mailboxes are empty.
+        clusters = min(_gathered(clusters_at_once(device, CLUSTER), cpu_group))
+    return Mailboxes(group, rank, made, addresses, buffer_of, failed, late, int(seconds * 1e9), clusters)
 
 
 def try_out(mailboxes: Mailboxes, cpu_group: ProcessGroup, device: torch.device, seconds: float = TRY_SECONDS) -> None:

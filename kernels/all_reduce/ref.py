@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
+from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 

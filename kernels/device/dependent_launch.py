@@ -12,8 +12,8 @@ with the attribute:
    this kernel reads, or read data that this kernel overwrites (memory is reused along the stream). Before the wait a
    kernel may compute indices, use shared memory and barriers, and read weights that no kernel writes while a model
    runs. Two weights are read ahead: `fn` of the hyper-connections (`hyper_connection/kernel.py`) and the weights of FP8
-   products of few tokens (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py` are fetched into L2, which is
-   not an access.
+   products of few tokens (`linear/fp8_kernel.py`). The codes of `linear/fp8_weight.py`, and the rest of `fn` and the
+   norm's weight, are fetched into L2, which is not an access.
 2. Every CTA waits, also a CTA without work. It waits for the end of the whole kernel before, which has waited for the
    one before it. So accesses after a wait follow everything that was launched earlier in the stream. Kernels of PyTorch
    or DeepGEMM that are launched without the attribute start after everything before them has ended; a foreign kernel
@@ -34,10 +34,11 @@ with the attribute:
    kernel allocates after its wait, when the previous kernel has freed its tensor memory, and before `begin`: a foreign
    next kernel, which may allocate before it waits, then gets only the rest.
 
-6. The CTAs of `all_reduce` wait for CTAs of other GPUs, which each GPU starts in the order of its stream. They wait for
-   none of their own GPU, so the launch needs no slots for all CTAs at once and has the attribute. The kernels that come
-   before it on another GPU wait for nothing that this launch holds. Sums of a group are in one stream on every GPU, in
-   one order; a second stream that waits for the first through an event only is safe.
+6. The CTAs of `all_reduce` and of `hc_boundary_of_parts` wait for CTAs of other GPUs, which each GPU starts in the
+   order of its stream. Of their own GPU they wait for their own cluster at most, and all CTAs of a launch are resident
+   at once (128 at most; `hyper_connection.gpu.with_parts` bounds the clusters), so the launches have the attribute. The
+   kernels that come before one on another GPU wait for nothing that this launch holds. Sums of a group are in one
+   stream on every GPU, in one order; a second stream that waits for the first through an event only is safe.
 
 CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and
 ordinary edges from nodes that are not kernels. Where two streams fork or join (`sglang_dsv4/layers/concurrent.py`) a

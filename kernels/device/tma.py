@@ -1,10 +1,13 @@
-"""TMA copies between global memory and tiles of bf16 in shared memory that are swizzled by 128 bytes."""
+"""TMA copies: contiguous bytes to shared memory; tiles of bf16, swizzled by 128 bytes in shared memory, to and from
+global memory."""
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16
+from cutlass import BFloat16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from dsv4_kernels.device import ptx
 
 
 class TmaTensor(NamedTuple):
@@ -33,3 +36,15 @@ def tma_partition(tma: TmaTensor, tiles: cute.Tensor) -> tuple:
     boxes = cute.local_tile(tma.tensor, box, (None, None, None))
     blocks = cute.group_modes(tiles, 0, 2), cute.group_modes(boxes, 0, 2)
     return cpasync.tma_partition(tma.atom, 0, cute.make_layout(1), *blocks)
+
+
+def copy_bulk(shared: Int32, address: Int64, num_bytes: Int32 | int, barrier: Int32) -> None:
+    """Starts a copy of contiguous bytes from global to shared memory (a bulk copy); its bytes arrive at an mbarrier."""
+    ptx.asm(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        [],
+        shared,
+        address,
+        Int32(num_bytes),
+        barrier,
+    )

@@ -37,6 +37,21 @@ def hardware_multiprocessors(device: torch.device) -> int:
     return HardwareInfo(device.index or 0).get_device_multiprocessor_count()
 
 
+def clusters_at_once(device: torch.device, size: int) -> int:
+    """Clusters of `size` CTAs that run at once, with one CTA on each multiprocessor of the GPU; on a CPU those of the
+    GPU that the emulator is set to."""
+    if device.type == "cuda":
+        return _clusters_at_once(device.index or 0, size)
+    return _clusters_at_once.__wrapped__(0, size)
+
+
+@functools.cache
+def _clusters_at_once(index: int, size: int) -> int:
+    from cutlass.utils import HardwareInfo
+
+    return HardwareInfo(index).get_max_active_clusters(size)
+
+
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

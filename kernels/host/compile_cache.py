@@ -48,6 +48,14 @@ logger = logging.getLogger(__name__)
 FOLDER_VARIABLE = KERNEL_CACHE.name
 ARCH_VARIABLE = "CUTE_DSL_ARCH"
 """The DSL's variable: the architecture to compile for, in place of that of the GPU that it finds."""
+_SAME_CODE = frozenset(
+    f"CUTE_DSL_{name}"
+    for name in (
+        *("CACHE_DIR", "NO_CACHE", "DISABLE_FILE_CACHING", "JIT_CACHE_MAX_ELEMS"),
+        *("LOG_LEVEL", "LOG_TO_CONSOLE", "LOG_TO_FILE"),
+    )
+)
+"""The DSL's variables of its own cache and log. FlashInfer sets CACHE_DIR to a folder in the user's home."""
 KEEP_DAYS = 90
 PREFIX = "dsv4-kernel-"
 """Prefix of the names of our files: the folder may hold other files."""
@@ -334,7 +342,8 @@ def _write(path: Path, contents: bytes) -> None:
 
 
 def _environment(arch: str) -> list[str]:
-    """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas).
+    """Versions, and the variables that the DSL reads (some change the code: line information, options of ptxas), except
+    _SAME_CODE: users who share a folder have their own.
 
     The variable that names the architecture is left out if it names `arch`: a process without a GPU sets it to compile
     the same code.
@@ -342,7 +351,8 @@ def _environment(arch: str) -> list[str]:
     import cutlass
 
     chosen = f"{ARCH_VARIABLE}={arch}"
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("CUTE_DSL_")]
+    names = sorted(name for name in os.environ if name.startswith("CUTE_DSL_") and name not in _SAME_CODE)
+    variables = [f"{name}={os.environ[name]}" for name in names]
     variables = [variable for variable in variables if variable != chosen]
     return [
         f"cutlass {cutlass.__version__} for CUDA {cutlass.CUDA_VERSION}",

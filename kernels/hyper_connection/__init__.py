@@ -5,9 +5,10 @@ all streams, while the streams are mixed by a doubly stochastic matrix (`hc_post
 from which the logits are computed.
 
 Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the RMSNorm of the second's input:
-`hc_boundary` is these three. `hc_enter` is the last two, for a model's first sublayer, and `hc_finish` follows the last
-sublayer. A GPU kernel computes each of them in one launch, which reads and writes the streams once. `hc_pre`, `hc_post`
-and `hc_head` by themselves have no GPU kernel, only definitions in PyTorch.
+`hc_boundary` is these three; `hc_boundary_of_parts` sums the first's output over the ranks before them. `hc_enter` is
+the last two, for a model's first sublayer, and `hc_finish` follows the last sublayer. A GPU kernel computes each of
+them in one launch, which reads and writes the streams once. `hc_pre`, `hc_post` and `hc_head` by themselves have no GPU
+kernel, only definitions in PyTorch.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
 runs. It must therefore have been written before an earlier ordinary launch or copy in the stream, as is the case after
@@ -16,8 +17,10 @@ loading.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.registry import select
 
 
@@ -117,6 +120,54 @@ def hc_boundary(
     _check_iterations("hc_boundary", iterations)
     boundary = select("hc_boundary", streams.device, streams.dtype, impl)
     return boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
+
+
+def hc_boundary_of_parts(
+    part: Tensor,
+    mailboxes: Mailboxes,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    fp8: bool = False,
+    impl: str | None = None,
+) -> tuple[Tensor, ...]:
+    """The next sublayer's input, from a sublayer's output of which every rank has a part.
+
+    ::
+
+        y = all_reduce(part, mailboxes).to(streams.dtype)
+        hc_boundary(y, streams, ...)
+
+    The bits are those of the two ops. Every rank calls it, and `all_reduce` with the same mailboxes, with the same
+    shapes, in the same order, on one stream.
+
+    Args:
+        part: [T, d] fp32 or bf16, this rank's; a GPU's kernel takes at most `gpu.most_tokens_of_parts` tokens.
+        mailboxes: of the group, on the device of `part`.
+        streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8: as in `hc_boundary`.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        what `hc_boundary` returns. NaN where a rank's part did not arrive in time (`Mailboxes.late`).
+
+    Raises:
+        ValueError: shapes that do not match, iterations < 1, or more tokens than the kernel takes.
+    """
+    n = _check_streams("hc_boundary_of_parts", streams)
+    _check_output("hc_boundary_of_parts", part, streams, post, comb, (streams.dtype, torch.float32))
+    _check_parameters("hc_boundary_of_parts", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
+    _check_iterations("hc_boundary_of_parts", iterations)
+    boundary = select("hc_boundary_of_parts", streams.device, streams.dtype, impl)
+    return boundary(
+        part, mailboxes, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8
+    )
 
 
 def hc_enter(
@@ -246,11 +297,15 @@ def _check_iterations(name: str, iterations: int) -> None:
         raise ValueError(f"{name}: iterations is {iterations}; expected at least 1")
 
 
-def _check_output(name: str, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> None:
+def _check_output(
+    name: str, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
     tokens, n, d = streams.shape
-    if y.shape != (tokens, d) or post.shape != (tokens, n) or comb.shape != (tokens, n, n) or y.dtype != streams.dtype:
+    dtypes = dtypes or (streams.dtype,)
+    if y.shape != (tokens, d) or post.shape != (tokens, n) or comb.shape != (tokens, n, n) or y.dtype not in dtypes:
         raise ValueError(
-            f"{name}: streams {tuple(streams.shape)} {streams.dtype} need y ({tokens}, {d}) of their dtype, "
+            f"{name}: streams {tuple(streams.shape)} {streams.dtype} need y ({tokens}, {d}) "
+            f"{' or '.join(map(str, dtypes))}, "
             f"post ({tokens}, {n}) and comb ({tokens}, {n}, {n}); "
             f"got {tuple(y.shape)} {y.dtype}, {tuple(post.shape)} and {tuple(comb.shape)}"
         )

@@ -113,6 +113,11 @@ def address_of(part: cute.Pointer, team: Int32 | int, team_bytes: int) -> Int32:
     return Int32(part.data_ptr().toint()) + team * team_bytes
 
 
+def load_words(address: Int64, count: int) -> tuple:
+    """Two or four words that are read once."""
+    return ptx.load_or_zeros(Uint32, count, address, Int32(1))
+
+
 def load_words_if(exists: Int32, address: Int64, count: int) -> tuple:
     """Two or four words that are read once, or zeros unless `exists` is positive."""
     return ptx.load_or_zeros(Uint32, count, address, exists, "gt.s32")
@@ -145,14 +150,6 @@ def load_words_or_floats(address: Int64, count: int, floats: bool) -> list:
     return loaded
 
 
-def copy_bulk(shared: Int32, address: Int64, num_bytes: int, barrier: Int32) -> None:
-    """Starts a copy of contiguous bytes from global to shared memory by TMA (bulk copy); an mbarrier counts the
-    bytes."""
-    ptx.asm(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        [],
-        shared,
-        address,
-        Int32(num_bytes),
-        barrier,
-    )
+def fetch_into_l2(address: Int64, num_bytes: int) -> None:
+    """Starts a copy of contiguous bytes from global memory into L2, which is not an access to them."""
+    ptx.asm("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", [], address, Int32(num_bytes))

@@ -4,20 +4,33 @@
 """
 
 import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
-import cutlass
 import torch
 from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.device.peer_words import peers_of
+from dsv4_kernels.host import mailboxes
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import ARCHITECTURES, architecture
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
 from dsv4_kernels.host.strides import stride_bytes
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
-from dsv4_kernels.hyper_connection.plan import CLUSTER, HEAD_ROWS, PRE_ROWS, STREAMS, TEAMS, TOKENS, Arguments, Plan
+from dsv4_kernels.hyper_connection.plan import (
+    HEAD_ROWS,
+    PRE_ROWS,
+    STREAMS,
+    TEAMS,
+    TOKENS,
+    Arguments,
+    ArgumentsOfParts,
+    Plan,
+)
 from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
@@ -38,16 +51,6 @@ def chosen(num_tokens: int, dim: int, rows: int, post: bool, bf16_weight: bool, 
     return Plan(tokens or TOKENS[-1], *form, fp8=fp8)
 
 
-def clusters_at_once(device: torch.device) -> int:
-    """Number of clusters that run at once with one CTA on each multiprocessor."""
-    return _clusters_at_once(device.index or 0) if device.type == "cuda" else _clusters_at_once.__wrapped__(0)
-
-
-@functools.cache
-def _clusters_at_once(index: int) -> int:
-    return cutlass.utils.HardwareInfo(index).get_max_active_clusters(CLUSTER)
-
-
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
     """The compiled launch function, from memory, from disk or from the compiler: (arguments, clusters, stream).
 
@@ -55,8 +58,53 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
         ValueError: a width that the kernel does not support.
     """
     plan.check()
+    arguments = ArgumentsOfParts if plan.ranks else Arguments
+    return load_launcher("hyper_connection", plan, arch, HyperConnection(plan).launch, arguments, Int32)
 
-    return load_launcher("hyper_connection", plan, arch, HyperConnection(plan).launch, Arguments, Int32)
+
+def with_parts(
+    plan: Plan, boxes: mailboxes.Plan, clusters_at_once: int, num_tokens: int, parts: torch.dtype
+) -> Plan | None:
+    """The plan that sums parts through the mailboxes of a group; None if its launch does not fit.
+
+    The answer is the same on all ranks.
+
+    Args:
+        plan: without ranks.
+        boxes: geometry of the mailboxes; every CTA of a launch needs a channel.
+        clusters_at_once: with one CTA on each multiprocessor, on every GPU of the group. All clusters of a launch must
+            be resident at once.
+        num_tokens: of the launch.
+        parts: dtype of the parts.
+    """
+    clusters = -(-num_tokens // plan.tokens)
+    fits = plan.teams == 1 and clusters <= min(clusters_at_once * plan.ctas, boxes.channels // CLUSTER)
+    if not plan.has_a_kernel or not fits or plan.threads > boxes.threads:
+        return None
+    made = replace(plan, ranks=boxes.ranks, fp32_parts=parts == torch.float32, sender_threads=boxes.threads)
+    return made if made.places <= boxes.places else None
+
+
+def most_tokens_of_parts(boxes: mailboxes.Mailboxes, dim: int, parts: torch.dtype) -> int:
+    """The most tokens that `hc_boundary_of_parts` takes, with any smaller number; 0 if it takes none.
+
+    The answer is the same on all ranks.
+
+    Args:
+        boxes: of the group.
+        dim: d.
+        parts: dtype of the parts.
+    """
+    return _most_tokens_of_parts(boxes.plan, boxes.clusters, dim, parts)
+
+
+@functools.cache
+def _most_tokens_of_parts(boxes: mailboxes.Plan, clusters: int, dim: int, parts: torch.dtype) -> int:
+    def fits(num_tokens: int) -> bool:
+        plan = chosen(num_tokens, dim, PRE_ROWS, True, False)
+        return with_parts(plan, boxes, clusters, num_tokens, parts) is not None
+
+    return max(itertools.takewhile(fits, range(1, max(MOST_TOKENS.values()) + 1)), default=0)
 
 
 def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> list[Plan]:
@@ -90,6 +138,22 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
 
+def parts_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of the kernels of `hc_boundary_of_parts`, for parts of the attention and of the experts."""
+    made = [
+        replace(
+            chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs),
+            ranks=model.peer_sum_ranks,
+            fp32_parts=fp32,
+            sender_threads=MOST_THREADS,
+        )
+        for size in (1, *(most + 1 for most in MOST_TOKENS.values()))
+        if size <= model.peer_boundary_tokens
+        for fp32 in (False, *([True] if model.experts_sum_fp32 else []))
+    ]
+    return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
+
+
 def run(
     name: str,
     op: str,
@@ -104,6 +168,8 @@ def run(
     tokens: int | None = None,
     teams: int = 1,
     fp8: bool = False,
+    boxes: mailboxes.Mailboxes | None = None,
+    one_cta: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -119,6 +185,8 @@ def run(
         tokens: of a token group; None chooses both `tokens` and `teams`.
         teams: of a CTA.
         fp8: whether the normed mixture is also made as e4m3.
+        boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
+        one_cta: see `Plan.one_cta`.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -132,10 +200,21 @@ def run(
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
     form = (dim, rows, written_back is not None, norm_weight.dtype == torch.bfloat16)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
+    plan = replace(plan, one_cta=True) if one_cta else plan
     plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters
-    _check(op, {"y": y, "streams": streams}, (torch.bfloat16,))
+    if boxes is not None:
+        made_of_parts = with_parts(plan, boxes.plan, boxes.clusters, num_tokens, y.dtype)
+        if made_of_parts is None:
+            most = most_tokens_of_parts(boxes, dim, y.dtype)
+            raise ValueError(
+                f"{op}: {num_tokens} tokens in groups of {plan.tokens}; these mailboxes and GPUs take at most {most} "
+                f"tokens of {dim} channels in {y.dtype}. Sum the parts first (all_reduce), then call hc_boundary"
+            )
+        plan = made_of_parts
+    _check(op, {"y": y}, (torch.bfloat16,) if boxes is None else (torch.bfloat16, torch.float32))
+    _check(op, {"streams": streams}, (torch.bfloat16,))
     _check(op, {"post": post, "comb": comb}, (torch.float32,))
     _check(op, {"fn": fn, "base": base, "scale": scale}, (torch.float32,), dense=True)
     _check(op, {"norm_weight": norm_weight}, (torch.float32, torch.bfloat16), dense=True)
@@ -176,9 +255,11 @@ def run(
             out_scales=address(scales),
             scale_block_stride=places.scale_block_bytes if fp8 else 0,
         )
+        if boxes is not None:
+            arguments = ArgumentsOfParts(*arguments, peers_of(boxes))
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
         if plan.teams > 1:
-            num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device))
+            num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
         compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
     made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
@@ -226,6 +307,28 @@ def hc_boundary(
     return run(name, "hc_boundary", *form, *numbers, fp8=fp8)
 
 
+def hc_boundary_of_parts(
+    name: str,
+    part: Tensor,
+    boxes: mailboxes.Mailboxes,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    fp8: bool = False,
+) -> tuple[Tensor, ...]:
+    """`dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
+    written_back, parameters, numbers = (part, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
+    form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
+    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, boxes=boxes)
+
+
 def hc_enter(
     name: str,
     streams: Tensor,
@@ -262,5 +365,8 @@ def hc_finish(
 
 
 sm90_hc_boundary, sm100_hc_boundary = (functools.partial(hc_boundary, name) for name in ARCHITECTURES)
+sm90_hc_boundary_of_parts, sm100_hc_boundary_of_parts = (
+    functools.partial(hc_boundary_of_parts, name) for name in ARCHITECTURES
+)
 sm90_hc_enter, sm100_hc_enter = (functools.partial(hc_enter, name) for name in ARCHITECTURES)
 sm90_hc_finish, sm100_hc_finish = (functools.partial(hc_finish, name) for name in ARCHITECTURES)

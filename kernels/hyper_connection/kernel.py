@@ -36,11 +36,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
+from dsv4_kernels.device.tma import copy_bulk
+from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
-    copy_bulk,
     divide_columns,
     divide_rows,
+    fetch_into_l2,
     in_turn,
     max_over_units,
     rsqrt,
@@ -53,13 +55,12 @@ from dsv4_kernels.hyper_connection.arithmetic import (
 )
 from dsv4_kernels.hyper_connection.plan import (
     CHANNELS,
-    CLUSTER,
     PRE_ROWS,
     QUAD,
     STREAMS,
     UNITS,
     WARP,
-    Arguments,
+    AnyArguments,
     Plan,
     shared_memory,
 )
@@ -76,7 +77,7 @@ class HyperConnection(Products):
         self.plan = plan  # nothing slow here: every call makes this object to look its kernel up
 
     @cute.jit
-    def launch(self, arguments: Arguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
+    def launch(self, arguments: AnyArguments, num_clusters: Int32, stream: cuda.CUstream) -> None:
         """Launches one cluster for each token group; with several teams, as many clusters as run at once."""
         self.kernel(arguments).launch(
             grid=[num_clusters * CLUSTER, 1, 1],
@@ -89,7 +90,7 @@ class HyperConnection(Products):
         )
 
     @cute.kernel
-    def kernel(self, args: Arguments) -> None:
+    def kernel(self, args: AnyArguments) -> None:
         """Sets up barriers and sends every warp to its role."""
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
@@ -120,6 +121,7 @@ class HyperConnection(Products):
                 # May overlap the kernel before: no kernel of a forward writes fn, a weight. Loading weights ends before
                 # the embedding, an ordinary launch that comes before the first boundary.
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
+                self.fetch_into_l2(args, lane, rank)
             dependent_launch.wait()
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
             cute.arch.cluster_wait()
@@ -158,7 +160,7 @@ class HyperConnection(Products):
     @cute.jit
     def fetch(
         self,
-        args: Arguments,
+        args: AnyArguments,
         shared: cutlass.Constexpr,
         lane: Int32,
         rank: Int32,
@@ -183,9 +185,24 @@ class HyperConnection(Products):
                 copy_bulk(place, source + Int64(stream) * plan.dim * 4, plan.slice * 4, Int32(full.toint()))
 
     @cute.jit
+    def fetch_into_l2(self, args: AnyArguments, lane: Int32, rank: Int32) -> None:
+        """Fetches the weights that this CTA reads later: columns of fn that have no stage yet, and the norm's weight.
+
+        A model reads its weights once a forward, so they are in memory and not in L2 when the kernel before ends.
+        """
+        plan = self.plan
+        if lane < plan.rows:
+            source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
+            for stream in cutlass.range_constexpr(plan.stages, STREAMS):
+                fetch_into_l2(source + stream * (plan.dim * 4), plan.slice * 4)
+        elif lane == plan.rows:
+            size = 2 if plan.bf16_weight else 4
+            fetch_into_l2(args.norm_weight + rank * (plan.slice * size), plan.slice * size)
+
+    @cute.jit
     def balance(
         self,
-        args: Arguments,
+        args: AnyArguments,
         shared: cutlass.Constexpr,
         lane: Int32,
         team: Int32 | cutlass.Constexpr,
@@ -228,7 +245,7 @@ class HyperConnection(Products):
 
     @cute.jit
     def compute(
-        self, args: Arguments, shared: cutlass.Constexpr, thread: Int32, team: Int32, rank: Int32, cluster: Int32
+        self, args: AnyArguments, shared: cutlass.Constexpr, thread: Int32, team: Int32, rank: Int32, cluster: Int32
     ) -> None:
         """The role of a thread that has channels."""
         plan = self.plan
@@ -245,7 +262,7 @@ class HyperConnection(Products):
     @cute.jit
     def group(
         self,
-        args: Arguments,
+        args: AnyArguments,
         shared: cutlass.Constexpr,
         thread: Int32,
         team: Int32 | cutlass.Constexpr,
@@ -258,13 +275,17 @@ class HyperConnection(Products):
         lane, warp = thread % WARP, thread // WARP
         channel, in_group = self.first_channel(rank, thread), self.token_of(thread)
         token = first + in_group
-        x = self.new_streams(args, token, channel)
+        cta, _, _ = cute.arch.block_idx()
+        x = self.new_streams(args, token, channel, thread, cta)
         if const_expr(plan.teams == 1):
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
         self.add_up(shared, team, x, lane, warp)
         gate_base, gate_scale = self.gate_parameters(args, thread)  # these loads overlap the exchange of sums
         weight = self.weight(args, channel)
         self.sync(team)
+        if const_expr(plan.ranks > 0):
+            if thread == 0:
+                self.next_buffer(args, cta)
         if const_expr(plan.teams == 1):
             cute.arch.cluster_wait()  # all CTAs of the cluster have started and set up their mbarriers
         sums_there = address_of(shared.sums_there, team, 8)
@@ -344,7 +365,7 @@ class HyperConnection(Products):
         """The address of a team's sums from all CTAs."""
         return address_of(shared.received, team, CLUSTER * self.plan.tokens * self.plan.quads * 16)
 
-    def inverse_rms(self, args: Arguments, shared: cutlass.Constexpr, team: Int32 | int, token: Int32) -> Float32:
+    def inverse_rms(self, args: AnyArguments, shared: cutlass.Constexpr, team: Int32 | int, token: Int32) -> Float32:
         """1 / RMS of a token's new streams."""
         squares = self.sum_over_ctas(shared, team, token, self.plan.rows)
         return rsqrt(squares * (1.0 / (STREAMS * self.plan.dim)) + args.norm_eps)
@@ -354,7 +375,7 @@ class HyperConnection(Products):
         return min(self.plan.rows, GATES)
 
     @cute.jit
-    def gate_parameters(self, args: Arguments, thread: Int32) -> tuple:
+    def gate_parameters(self, args: AnyArguments, thread: Int32) -> tuple:
         """base and scale of this thread's sigmoid, the same for all tokens."""
         gate = thread % self.num_gates()
         return ptx.load_f32(args.base + Int64(gate) * 4), ptx.load_f32(args.scale + Int64(gate // STREAMS) * 4)
@@ -362,7 +383,7 @@ class HyperConnection(Products):
     @cute.jit
     def gates(
         self,
-        args: Arguments,
+        args: AnyArguments,
         shared: cutlass.Constexpr,
         team: Int32 | cutlass.Constexpr,
         thread: Int32,
@@ -410,7 +431,7 @@ class HyperConnection(Products):
 
     def write_normalised(
         self,
-        args: Arguments,
+        args: AnyArguments,
         shared: cutlass.Constexpr,
         team: Int32 | int,
         in_group: Int32,
@@ -433,7 +454,9 @@ class HyperConnection(Products):
         return written
 
     @cute.jit
-    def write_codes(self, args: Arguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32) -> None:
+    def write_codes(
+        self, args: AnyArguments, x: list, token: Int32, channel: Int32, lane: Int32, exists: Int32
+    ) -> None:
         """Writes x in the form that FP8 products read, with the bits of `fp8_quantise`: a warp has one block of each of
         its tokens."""
         plan = self.plan

@@ -6,9 +6,10 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
+from dsv4_kernels.device.peer_words import Peers
+from dsv4_kernels.host.mailboxes import CLUSTER
+
 STREAMS = 4
-CLUSTER = 8
-"""CTAs that share a token group, an eighth of the channels each: the largest cluster that every GPU supports."""
 CHANNELS = 4
 """Neighbouring channels of a unit in a thread, of each stream: 8 bytes in bf16, 16 in fn."""
 WARP = 32
@@ -48,10 +49,19 @@ class Plan:
     which stays in shared memory. A single team processes one group."""
     fp8: bool = False
     """Whether the normed mixture is also written as e4m3, with one scale for the 128 channels of a warp."""
+    ranks: int = 0
+    """Ranks whose parts are summed to the output that is written back; 0 if `y` is the whole output."""
+    fp32_parts: bool = False
+    """Whether parts are fp32; otherwise they are bf16."""
+    one_cta: bool = False
+    """Whether a multiprocessor has one CTA in any case, so that the parts of fn of more streams fit into its shared
+    memory."""
+    sender_threads: int = 0
+    """Threads of a block of the mailboxes (`host.mailboxes.Plan.threads`), if there are ranks."""
 
     def check(self) -> None:
         """Raises ValueError for a width that the kernel does not support."""
-        if self.dim % DIM_UNIT or not 0 < self.dim <= MAX_DIM:
+        if not self.has_a_kernel:
             raise ValueError(
                 f"the hyper-connection kernels take d in multiples of {DIM_UNIT} up to {MAX_DIM}; got {self.dim}. "
                 "Choose the reference (impl='ref') for other widths"
@@ -59,6 +69,13 @@ class Plan:
         assert self.tokens in TOKENS and self.rows in (HEAD_ROWS, PRE_ROWS), self
         assert not self.fp8 or self.rows == PRE_ROWS, self
         assert self.teams == 1 or self.fits, self
+        # A channel of the mailboxes is used once a launch.
+        assert not self.ranks or (self.post and self.teams == 1 and self.sender_threads >= self.threads), self
+
+    @property
+    def has_a_kernel(self) -> bool:
+        """Whether the kernel supports the width."""
+        return self.dim % DIM_UNIT == 0 and 0 < self.dim <= MAX_DIM
 
     @property
     def fits(self) -> bool:
@@ -89,7 +106,7 @@ class Plan:
     @property
     def ctas(self) -> int:
         """CTAs of a multiprocessor: two where the registers allow it, so that one computes while the other waits."""
-        return 2 if self.teams == 1 and 2 * self.cta_threads * 192 <= REGISTERS else 1
+        return 2 if self.teams == 1 and not self.one_cta and 2 * self.cta_threads * 192 <= REGISTERS else 1
 
     @property
     def runs(self) -> int:
@@ -105,6 +122,22 @@ class Plan:
     def run_step(self) -> int:
         """Channels from the start of a run to the start of the next."""
         return 2 * QUAD * CHANNELS
+
+    @property
+    def piece_words(self) -> int:
+        """Words of a piece: what a thread sends at once of its part of a run, at most 16 bytes."""
+        return min(4, self.run_words * (1 + self.fp32_parts))
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a thread."""
+        return self.runs * self.run_words * (1 + self.fp32_parts) // self.piece_words
+
+    @property
+    def places(self) -> int:
+        """Places of a mailbox's channel that a CTA uses. A sender's block in a place has a vector for each of
+        `sender_threads`, so the CTA's threads put one or several pieces next to each other into it."""
+        return -(-self.pieces // (self.sender_threads // self.threads))
 
     @property
     def row_bytes(self) -> int:
@@ -166,7 +199,8 @@ def shared_memory(plan: Plan) -> type:
 
 
 class Arguments(NamedTuple):
-    """Dynamic arguments; addresses are Int64, 0 for tensors that a plan does not use; strides are in bytes."""
+    """Dynamic arguments of a plan without ranks; addresses are Int64, 0 for tensors that a plan does not use; strides
+    are in bytes."""
 
     num_tokens: Int32
     y: Int64  # [T, d] bf16
@@ -192,3 +226,8 @@ class Arguments(NamedTuple):
     out_codes: Int64  # [T, d] e4m3
     out_scales: Int64  # fp32, scales of neighbouring tokens contiguous
     scale_block_stride: Int64
+
+
+ArgumentsOfParts = NamedTuple("ArgumentsOfParts", [*Arguments.__annotations__.items(), ("peers", Peers)])
+"""Dynamic arguments of a plan with ranks: `y` is this rank's part, [T, d] bf16 or fp32."""
+AnyArguments = Arguments | ArgumentsOfParts

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_kernels.all_reduce.ref import all_reduce
+from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
@@ -54,6 +56,26 @@ def hc_boundary(
     """See `dsv4_kernels.hyper_connection.hc_boundary`."""
     streams = hc_post(y, streams, post, comb)
     return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
+
+
+def hc_boundary_of_parts(
+    part: Tensor,
+    mailboxes: Mailboxes,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+    fp8: bool = False,
+) -> tuple[Tensor, ...]:
+    """See `dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
+    y = all_reduce(part, mailboxes).to(streams.dtype)
+    return hc_boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_enter(

@@ -12,10 +12,11 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import bf16_rows, ptx
 from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if
-from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, Arguments, Plan
+from dsv4_kernels.hyper_connection.parts import Parts
+from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, AnyArguments, Plan
 
 
-class Streams:
+class Streams(Parts):
     """Parts of the kernel in which a thread needs no other thread."""
 
     plan: Plan
@@ -31,13 +32,17 @@ class Streams:
         in_warp = unit // 2 * (2 * QUAD * CHANNELS) + unit % 2 * CHANNELS + lane % QUAD * (2 * CHANNELS)
         return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
-    def new_streams(self, args: Arguments, token: Int32, channel: Int32) -> cute.Tensor:
+    def new_streams(self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32) -> cute.Tensor:
         """This thread's channels of the new streams, or of the old ones without `post`: [run][stream][word], two bf16 a
         word.
 
-        All loads are issued before the first sum is computed.
+        All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
+        parts are awaited after that.
         """
         plan = self.plan
+        if plan.ranks:
+            place = self.place_in_mailbox(args, thread, cta)
+            self.send_part(args, token, channel, place)
         x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
         exists = args.num_tokens - token
         source = args.streams + Int64(token) * args.streams_stride + channel * 2
@@ -48,14 +53,19 @@ class Streams:
             step = run * plan.run_step * 2
             places = [source + args.stream_stride * s + step for s in range(STREAMS)]
             words = [load_words_if(exists, place, plan.run_words) for place in places]
-            loaded.append((load_words_if(exists, output + step, plan.run_words) if plan.post else (), words))
+            loads_output = plan.post and not plan.ranks
+            loaded.append((load_words_if(exists, output + step, plan.run_words) if loads_output else (), words))
         if plan.post:
             post = args.post + Int64(token) * args.post_stride
             comb = args.comb + Int64(token) * args.comb_stride
             weights = ptx.load_or_zeros(Float32, 4, post, exists, "gt.s32", cache="")
             rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
+        if plan.ranks:
+            y = self.sum_of_parts(args, token, place)
         for run in range(plan.runs):
             outputs, words = loaded[run]
+            if plan.ranks:
+                outputs = tuple(y[run * plan.run_words + w] for w in range(plan.run_words))
             if plan.post:
                 words = self.written_back(outputs, words, weights, rows)
                 for s in range(STREAMS):
@@ -109,7 +119,7 @@ class Streams:
             mixed.append([ptx.pack_bf16(values[c], values[c + 1]) for c in range(0, len(values), 2)])
         return mixed
 
-    def weight(self, args: Arguments, channel: Int32) -> list:
+    def weight(self, args: AnyArguments, channel: Int32) -> list:
         """The norm's weights of this thread's channels, a list for each run; bf16 weights stay packed in words."""
         size = 2 if self.plan.bf16_weight else 4
         words = self.plan.run_words * size // 2

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx, wgmma
 from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.indexer.scores import (
     HEADS_A_TILE,
@@ -156,21 +156,7 @@ def multiply(a: cute.Tensor, heads: int, queries: Int32) -> list:
     One PTX statement from the fence to the wait: the compiler must not touch the registers in between.
     """
     outs = ", ".join(f"{{$w{i}}}" for i in range(heads // 2))
-    # Start in units of 16 bytes; 1,024 bytes from 8 rows to the next 8; swizzle of 128 bytes.
-    descriptor = (1 << 62) | (SWIZZLE_ROWS * ROW_BYTES // 16 << 32) | (1 << 16)
-    lines = [
-        "{",
-        ".reg .b64 at, b;",
-        ".reg .b32 zero;",
-        ".reg .pred add_none, add;",
-        "mov.b32 zero, 0;",
-        "setp.ne.b32 add_none, zero, 0;",
-        "setp.eq.b32 add, zero, 0;",
-        f"cvt.u64.u32 at, {{$r{4 * STEPS}}};",
-        "shr.u64 at, at, 4;",
-        f"or.b64 at, at, {descriptor:#x};",
-        "wgmma.fence.sync.aligned;",
-    ]
+    lines = ["{", *wgmma.prepared(f"{{$r{4 * STEPS}}}"), "wgmma.fence.sync.aligned;"]
     for step in range(STEPS):
         half, within = divmod(step, STEPS // 2)
         left = ", ".join(f"{{$r{4 * step + i}}}" for i in range(4))

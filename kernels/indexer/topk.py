@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.warp import prefix_sum
 from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.kv_layout import PAGE_ROWS
 
@@ -115,11 +116,7 @@ def find_bucket(counts: cute.Tensor, found: cute.Tensor, wanted: Int32, thread: 
     total = Int32(0)
     for j in cutlass.range_constexpr(BUCKETS_A_THREAD):
         total += counts[BUCKETS - 1 - (thread * BUCKETS_A_THREAD + j)]
-    before = total
-    for step in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(before, offset=1 << step, mask_and_clamp=0)
-        if lane >= (1 << step):
-            before += other
+    before = prefix_sum(total, lane)
     if lane == 31:
         warp_sums[warp] = before
     cute.arch.sync_threads()
@@ -163,11 +160,7 @@ def compact(
                 if first + j < visible:
                     kinds[j] = Int32(key > threshold) + (Int32(key == threshold) << 16)
         mine = kinds[0] + kinds[1] + kinds[2] + kinds[3]
-        up_to_here = mine
-        for step in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(up_to_here, offset=1 << step, mask_and_clamp=0)
-            if lane >= (1 << step):
-                up_to_here += other
+        up_to_here = prefix_sum(mine, lane)
         if lane == 31:
             warp_sums[warp] = up_to_here
         cute.arch.sync_threads()

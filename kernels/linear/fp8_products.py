@@ -6,11 +6,10 @@ Tokens are the left operand, in registers; weights the right one, in shared memo
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from dsv4_kernels.device import ptx
+from dsv4_kernels.device import ptx, wgmma
 from dsv4_kernels.linear.fp8_plan import BLOCK, MMA_TOKENS, PRODUCTS, Plan
 
 ROW_BYTES = BLOCK
-ATOM_BYTES = 8 * ROW_BYTES
 """Bytes after which the swizzle repeats."""
 
 
@@ -90,20 +89,8 @@ def multiply_add(plan: Plan, left: list, weights: Int32, scales: Int32, places: 
 
 def products(plan: Plan, blocks: list[list[str]], weights: str) -> list[str]:
     """PTX lines that declare registers and start the products of all blocks, one `wgmma` group a block."""
-    descriptor = (1 << 62) | (ATOM_BYTES // 16 << 32) | (1 << 16)  # swizzle of 128 bytes; from 8 rows to the next 8
-    lines = [
-        ".reg .b64 at, b;",
-        ".reg .b32 zero;",
-        ".reg .pred add_none, add;",
-        *(f".reg .f32 {', '.join(names)}, f{i}_0, f{i}_1, w{i};" for i, names in enumerate(blocks)),
-        "mov.b32 zero, 0;",
-        "setp.ne.b32 add_none, zero, 0;",
-        "setp.eq.b32 add, zero, 0;",
-        f"cvt.u64.u32 at, {weights};",
-        "shr.u64 at, at, 4;",
-        f"or.b64 at, at, {descriptor:#x};",
-        "wgmma.fence.sync.aligned;",
-    ]
+    registers = (f".reg .f32 {', '.join(names)}, f{i}_0, f{i}_1, w{i};" for i, names in enumerate(blocks))
+    lines = [*registers, *wgmma.prepared(weights), "wgmma.fence.sync.aligned;"]
     for block, names in enumerate(blocks):
         for product in range(PRODUCTS):
             words = ", ".join(f"{{$r{4 * (block * PRODUCTS + product) + i}}}" for i in range(4))

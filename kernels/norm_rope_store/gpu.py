@@ -3,7 +3,7 @@
 A warp computes a row of 512 channels: lane l has channels [8 l, 8 l + 8) and [256 + 8 l, 256 + 8 l + 8), two loads of
 16 bytes. So blocks 0 to 3 of 64 channels are the first halves of 8 neighbouring lanes each, blocks 4 to 6 the second
 halves, and the second halves of lanes 24 to 31 are the rotated channels, a pair a word. Lane l computes cosine and sine
-of pair l; lane 24 + i gets those of its four pairs from lanes 4 i to 4 i + 3.
+of pair l; lane 24 + i gets cosines and sines of its four pairs from lanes 4 i to 4 i + 3.
 
 The first CTAs make window rows, a warp a token, because these take longest. The other CTAs make queries: a warp has
 `heads_a_warp` heads of a token, which share the angles, and issues all their loads before it uses the first. Warps

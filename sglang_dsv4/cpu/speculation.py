@@ -22,6 +22,7 @@ from torch import Tensor
 from sglang_dsv4.seam import compat
 from sglang_dsv4.seam.hooks import RESOLVING_VIEW
 from sglang_dsv4.seam.install import attribute_set
+from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMask
@@ -139,22 +140,24 @@ def verify(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`eagle_sample`: accept drafts, and draw the token after them.
 
+    `requests.sampling.drafts` has applied penalties, grammar and biases to the logits before.
+
     Returns:
         the target's token after every row, [B * k] int32; the number of tokens that each request keeps, [B] int32; the
         rows of these tokens, [B, k] int32, -1 after the last one.
 
     Raises:
-        NotImplementedError: a request is to be watermarked.
+        NotImplementedError: the model is of another architecture, or a request is to be watermarked.
     """
+    if live_parts() is None:
+        raise NotImplementedError("sglang-dsv4 verifies drafts on a CPU only for DeepSeek-V4 models")
     k = verify_input.draft_token_num
     if batch.forward_mode.is_idle():
         return (torch.empty(0, dtype=torch.int32),) * 3
     if watermark_state is not None and batch.sampling_info.has_watermark_candidates:
         raise NotImplementedError("sglang-dsv4 does not support watermarks with speculation on a CPU")
     logits, info = logits_output.next_token_logits, batch.sampling_info
-    _apply_penalties(logits, info, k)
-    if grammar_mask is not None:
-        grammar_mask.apply(logits)
+    assert grammar_mask is None, "the hook before this function applies it"
     positions = (batch.seq_lens.long()[:, None] + torch.arange(k)).flatten()
     predicted = draw_rows(logits, info, positions).view(-1, k)
     return chain_of(predicted, verify_input.draft_token.view(-1, k))
@@ -168,18 +171,6 @@ def chain_of(predicted: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor, Ten
     rows = torch.arange(bs * k, dtype=torch.int32).view(bs, k)
     accept_index = rows.masked_fill(torch.arange(k) >= accept_lens[:, None], -1)
     return predicted.flatten().int(), accept_lens, accept_index
-
-
-def _apply_penalties(logits: Tensor, info: SamplingBatchInfo, k: int) -> None:
-    """Apply penalties to `logits [B * k, V]`: as in SGLang, those of the tokens before a block to all of its rows."""
-    from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
-
-    if info.acc_additive_penalties is not None:
-        logits.add_(info.acc_additive_penalties.repeat_interleave(k, 0))
-    if info.acc_scaling_penalties is not None:
-        apply_scaling_penalties(logits, info.acc_scaling_penalties.repeat_interleave(k, 0))
-    if info.logit_bias is not None:
-        logits.add_(info.logit_bias.repeat_interleave(k, 0))
 
 
 def draw_rows(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.indexer import Indexer
 from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput, load_row_shard, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
-from sglang_dsv4.layers.rank_sum import sum_attention
+from sglang_dsv4.layers.peer_sums import Part
+from sglang_dsv4.layers.rank_sum import output_of_attention
 from sglang_dsv4.layers.rope import Rotation
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
@@ -104,8 +105,9 @@ class Attention(nn.Module):
                 self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
         self.rope = Rotation(config, kind)
 
-    def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor:
-        """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `positions [T]` int64."""
+    def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor | Part:
+        """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
+        next boundary; `positions [T]` int64."""
         backend, tokens, indexer = get_attn_backend(), len(positions), self.indexer
         latents, projected = together(
             tokens, lambda: self.wqkv_a(x.of_linear)[0], self.projection and (lambda: self.projection(x.rows))
@@ -167,6 +169,6 @@ class Attention(nn.Module):
             qat=self.config.qat.kv_fp8,
         )
 
-    def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor:
-        """The sublayer's output [T, d] for this rank's rows, from the attention's `o [T, local heads, head_dim]`."""
-        return sum_attention(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)
+    def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor | Part:
+        """The sublayer's output as `forward` returns it, from the attention's `o [T, local heads, head_dim]`."""
+        return output_of_attention(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.hyper_connection import hc_boundary, hc_enter, hc_finish
+from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
+from sglang_dsv4.layers.peer_sums import Part
 from sglang_dsv4.layers.sequence_parallel import RowShards
 from sglang_dsv4.model_config.config import Config
 
@@ -23,12 +24,12 @@ class Pending(NamedTuple):
     """Streams that a sublayer has read, and its output, which is still to be written back; None before the first."""
 
     streams: Tensor  # [T, n, d] model dtype; T: tokens of this rank's rows, see `sequence_parallel`
-    output: Tensor | None = None  # [T, d] model dtype, of the sublayer
+    output: Tensor | Part | None = None  # [T, d] model dtype, of the sublayer; or this rank's part of it
     post: Tensor | None = None  # [T, n] fp32
     comb: Tensor | None = None  # [T, n, n] fp32
 
-    def with_output(self, output: Tensor) -> Pending:
-        """The same streams with the sublayer's output [T, d] to be written back."""
+    def with_output(self, output: Tensor | Part) -> Pending:
+        """The same streams with the sublayer's output [T, d], or a part of it, to be written back."""
         return Pending(self.streams, output, self.post, self.comb)
 
 
@@ -68,6 +69,9 @@ class HyperConnection(nn.Module):
         streams, output, post, comb = pending
         if output is None:
             made = hc_enter(streams, *coefficients, fp8=fp8)
+        elif isinstance(output, Part):
+            part, boxes = output.rows, output.mailboxes
+            streams, *made = hc_boundary_of_parts(part, boxes, streams, post, comb, *coefficients, fp8=fp8)
         else:
             streams, *made = hc_boundary(output, streams, post, comb, *coefficients, fp8=fp8)
         x, post, comb, *codes = made
@@ -97,6 +101,8 @@ class HyperConnectionHead(nn.Module):
             the streams [T, n, d], and the normed rows [T, d] from which the logits are made.
         """
         streams, output, post, comb = pending
+        if isinstance(output, Part):
+            output = output.total()
         return hc_finish(
             output, streams, post, comb, self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps
         )

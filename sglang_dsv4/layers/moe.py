@@ -21,7 +21,8 @@ from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.layers.packed_experts import PackedExperts
-from sglang_dsv4.layers.rank_sum import dtype_of_parts, sum_over_ranks
+from sglang_dsv4.layers.peer_sums import Part
+from sglang_dsv4.layers.rank_sum import dtype_of_parts, output_of_experts
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
@@ -214,8 +215,11 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
-    def forward(self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS) -> Tensor:
-        """The sublayer's output [T, d] in the model's dtype, for this rank's rows; `input_ids [T]`.
+    def forward(
+        self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS
+    ) -> Tensor | Part:
+        """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
+        next boundary; `input_ids [T]`.
 
         `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is
         fp32, see `rank_sum`.
@@ -239,7 +243,7 @@ class MoE(nn.Module):
             shared = shared_expert.down(hidden)
             # PyTorch adds two bf16 rows in fp32 and rounds once, if the result is bf16.
             both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
-        return sum_over_ranks(both, rows).to(x.dtype) if self.tp_size > 1 else both
+        return output_of_experts(both, rows, x.dtype) if self.tp_size > 1 else both
 
     def choose(self, logits: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor, Work | None]:
         """The gate's weights and experts, and the packed experts' work; None for experts of another kind."""

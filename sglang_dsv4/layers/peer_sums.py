@@ -7,6 +7,9 @@
 Our sum adds in fp32 in the order of the ranks, as `rank_sum` does under --enable-deterministic-inference, and gives the
 same bits. So it serves under the flag, too, and a larger part is gathered there.
 
+With up to `BOUNDARY_TOKENS` tokens a sublayer returns its part (`Part`), and the boundary to the next sublayer sums:
+one launch a sublayer less, and the same bits.
+
 The mailboxes are made while the target model is built, before SGLang measures the memory that is left for pools. If a
 rank does not send its part in time, the others name it in the log and end the server.
 """
@@ -20,14 +23,14 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from sglang.srt.distributed import get_tp_group
 from torch import Tensor
 
 from dsv4_kernels.all_reduce import all_reduce
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import VECTOR_BYTES
+from dsv4_kernels.host.mailboxes import VECTOR_BYTES, Mailboxes
 from sglang_dsv4 import env
 from sglang_dsv4.layers import data_parallel
 from sglang_dsv4.model_config.config import ConfigError
@@ -36,12 +39,14 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_ALL_REDUCE"
 MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
-"""By ranks: bytes of the largest part that our kernel sums. It sends a part to every other rank, so a library that cuts
-parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
+"""Bytes of the largest part that our kernel sums, by number of ranks. It sends a part to every other rank, so a library
+that cuts parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
+BOUNDARY_TOKENS = 64
+"""Most tokens of a forward whose boundaries sum. Not measured yet: see `benchmarks/bench_all_reduce.py --boundary`."""
 SECONDS_IN_GRAPHS = 240.0
-"""That a captured sum waits for a part. SGLang's watchdog ends a server after 300 s, and names no rank."""
+"""Longest wait of a captured sum for a part. SGLang's watchdog ends a server after 300 s, and names no rank."""
 SECONDS = 1800.0
-"""That any other sum waits: while a server starts, one rank may compile DeepGEMM's kernels for many minutes."""
+"""Longest wait of any other sum: while a server starts, one rank may compile DeepGEMM's kernels for many minutes."""
 WATCH_SECONDS = 1.0
 
 _mailboxes: Mailboxes | None = None
@@ -107,10 +112,57 @@ def total(part: Tensor) -> Tensor | None:
     num_bytes = part.numel() * part.element_size()
     if _mailboxes is None or num_bytes > _mailboxes.most_bytes or num_bytes % VECTOR_BYTES:
         return None
-    boxes = _mailboxes
-    if _is_captured(part):
-        boxes = replace(boxes, time_limit=int(SECONDS_IN_GRAPHS * 1e9))
-    return all_reduce(part.contiguous(), boxes)
+    return all_reduce(part.contiguous(), _with_limit(_mailboxes, part))
+
+
+class Part(NamedTuple):
+    """This rank's part of a sublayer's output, which the next boundary sums over the ranks."""
+
+    rows: Tensor  # [T, d] model dtype, or fp32
+    dtype: torch.dtype  # of the model
+
+    @property
+    def mailboxes(self) -> Mailboxes:
+        """The mailboxes of the group."""
+        assert _mailboxes is not None, "a part has been left to a boundary without mailboxes"
+        return _with_limit(_mailboxes, self.rows)
+
+    def total(self) -> Tensor:
+        """The sublayer's output [T, d] in the model's dtype, for a reader that is no boundary."""
+        return all_reduce(self.rows, self.mailboxes).to(self.dtype)
+
+
+def left_to_boundary(part: Tensor, dtype: torch.dtype) -> Part | None:
+    """The part, if the next boundary sums it; else None. All ranks decide alike.
+
+    Args:
+        part: [T, d] of a sublayer's output, of rows that all ranks have.
+        dtype: of the model.
+    """
+    if _mailboxes is None or not 0 < len(part) <= boundary_tokens(part.shape[-1], part.dtype, dtype):
+        return None
+    return Part(part.contiguous(), dtype)
+
+
+def boundary_tokens(dim: int, parts: torch.dtype, dtype: torch.dtype) -> int:
+    """The most tokens of a forward whose boundaries sum; 0 if none do.
+
+    Args:
+        dim: d.
+        parts: dtype of the parts.
+        dtype: of the model.
+    """
+    if _mailboxes is None or dtype != torch.bfloat16:  # the boundary's kernels compute in bf16
+        return 0
+    # The kernels' compiler is missing where there is no GPU.
+    from dsv4_kernels.hyper_connection.gpu import most_tokens_of_parts
+
+    return min(BOUNDARY_TOKENS, most_tokens_of_parts(_mailboxes, dim, parts))
+
+
+def _with_limit(mailboxes: Mailboxes, part: Tensor) -> Mailboxes:
+    """The mailboxes with the time limit of a sum of this part."""
+    return replace(mailboxes, time_limit=int(SECONDS_IN_GRAPHS * 1e9)) if _is_captured(part) else mailboxes
 
 
 def _is_captured(part: Tensor) -> bool:

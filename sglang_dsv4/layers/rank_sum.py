@@ -11,7 +11,8 @@ and costs an error of some 0.3 % of a token's row; bf16 activations cost this su
 11.1). On a CPU, and under the flag, the parts are fp32.
 
 With `SGLANG_DSV4_ALL_REDUCE=auto` or `ours`, parts of up to a few MB are summed by our own kernel (`peer_sums`), in the
-order of the ranks with and without the flag.
+order of the ranks with and without the flag; with few tokens a sublayer leaves its part to the next boundary, which
+sums it.
 
 Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
 flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.
@@ -36,12 +37,28 @@ from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers import data_parallel, peer_sums
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.peer_sums import Part
 from sglang_dsv4.layers.sequence_parallel import RowShards
 
 
 def dtype_of_parts(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Dtype in which several ranks' parts of the experts' sum are added, for a model on `device` in `dtype`."""
     return torch.float32 if flag.is_on() or device.type == "cpu" else dtype
+
+
+def output_of_attention(part: Tensor, rows: RowShards) -> Tensor | Part:
+    """The attention's output [T, d] for this rank's rows, or this rank's `part [T, d]` of it for the next boundary."""
+    if rows.is_whole and (left := peer_sums.left_to_boundary(part, part.dtype)) is not None:
+        return left
+    return sum_attention(part, rows)
+
+
+def output_of_experts(part: Tensor, rows: RowShards | RowsOfAllGroups, dtype: torch.dtype) -> Tensor | Part:
+    """The experts' output [T, d] in `dtype` for this rank's rows, or this rank's `part [T, d]` of it for the next
+    boundary."""
+    if rows.is_whole and (left := peer_sums.left_to_boundary(part, dtype)) is not None:
+        return left
+    return sum_over_ranks(part, rows).to(dtype)
 
 
 def sum_attention(part: Tensor, rows: RowShards) -> Tensor:

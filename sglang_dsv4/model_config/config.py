@@ -76,7 +76,7 @@ class LayerSchedule:
 
 @dataclass(frozen=True)
 class QuantSwitches:
-    """Which of the release's fake quantisers run (section 4.3). The input of wo_a is never quantised."""
+    """The fake quantisers of the release that run (section 4.3). The input of wo_a is never quantised."""
 
     kv_fp8: bool
     """Quantise the nope channels of window rows and entries to FP8."""

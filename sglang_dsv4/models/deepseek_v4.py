@@ -119,7 +119,7 @@ class Block(nn.Module):
         return pending.with_output(self.ffn(x, input_ids, of_experts or rows))
 
     def serve_other_groups(self, no_rows: Tensor, input_ids: Tensor, of_experts: RowsOfAllGroups) -> None:
-        """Compute this rank's part of the experts' sums in a forward without a row `no_rows [0, d]` of its own."""
+        """Compute this rank's part of the experts' sums in a forward in which it has no rows; `no_rows` is [0, d]."""
         self.ffn(self.hc_ffn.gathered(no_rows, of_experts), input_ids, of_experts)
 
 

@@ -50,7 +50,7 @@ class PrefetchOptions:
     timeout_s_per_ki_token: float = 0.25
 
     def seconds(self, tokens: int) -> float:
-        """How long a request may wait for this many tokens."""
+        """Seconds that a request may wait for this many tokens."""
         if self.policy == "wait_complete":
             return NEVER
         return 0.0 if self.policy == "best_effort" else self.timeout_s + self.timeout_s_per_ki_token * tokens / 1024

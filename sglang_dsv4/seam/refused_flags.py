@@ -128,7 +128,6 @@ REFUSALS = (
     *flags("--enable-symm-mem --enable-mscclpp --enable-torch-symm-mem", bool, COLLECTIVES),
     Refusal("--enable-nccl-nvls", bool, f"{COLLECTIVES}, or set NCCL_NVLS_ENABLE=1 yourself"),
     Refusal("--flashinfer-allreduce-fusion-backend", other_than(None, "auto"), COLLECTIVES),
-    Refusal("--pre-warm-nccl", bool, "every rank runs a forward before the server is ready; leave it out"),
     Refusal("--base-gpu-id", above(0), CHOOSE_CARDS),
     Refusal("--gpu-id-step", above(1), CHOOSE_CARDS),
     *flags("--enable-two-batch-overlap --enable-single-batch-overlap --enable-pdmux", bool, ONE_BATCH),

@@ -67,6 +67,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         shared_channels=config.moe_intermediate_size // get_parallel().tp_size,
         joins_launches=on_gpu and concurrent.is_on(),
         peer_sum_ranks=peer_sums.ranks(),
+        peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
     )
 
 

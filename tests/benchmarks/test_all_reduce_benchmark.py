@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bench_all_reduce import MOST_BYTES, ROWS, SWEEP, main
 
-from dsv4_kernels.all_reduce.plan import VECTOR_BYTES, Plan
+from dsv4_kernels.host.mailboxes import VECTOR_BYTES, Plan
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

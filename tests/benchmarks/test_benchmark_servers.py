@@ -14,8 +14,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from lib import servers
+from lib import servers, sessions
+from serving import stand_in
 
+BENCHMARKS = Path(servers.__file__).parents[1]
 FLAGS = ("--tp-size", "1", "--chunked-prefill-size", "2048", "--sleep-on-idle")
 
 
@@ -115,6 +117,88 @@ def test_nodes_of_one_machine(tmp_path: Path) -> None:
         time.sleep(0.1)
     name, _, rest = second.split(" ", 2)
     assert (name, rest) == ("node1", f"{meet} --node-rank 1 --port 32000\n")
+
+
+IMPORTS = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from lib import servers, sessions
+sessions.SECONDS_AT_SIGTERM = 0.3
+folder = Path(sys.argv[1])
+"""
+SCRIPTS = {
+    "one server": """
+with servers.running("builtin", folder, [], 31_470, folder / "one.log") as server:
+    print(server.log, flush=True)
+    time.sleep(60)
+""",
+    "several at once": """
+servers.start_all({"model": str(folder), "servers": {"one": {"contender": "ours"}}}, folder, 31_480)
+with servers.others_suspended(folder, "of another server"):
+    print(folder / "one.log", flush=True)
+    ThreadPoolExecutor().submit(time.sleep, 1)
+    time.sleep(60)
+""",
+    "while it starts": """
+answers = servers._answers
+servers._answers = lambda url: answers(url) and print(folder / "one.log", flush=True)
+servers.start_all({"model": str(folder), "servers": {"one": {"contender": "ours"}}}, folder, 31_490)
+""",
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_servers_end_with_a_benchmark_that_sigterm_ends(case: str, tmp_path: Path) -> None:
+    """A time limit ended a benchmark and left its servers, and the next benchmark took the old server at its port for
+    its own. A server's child that ignores SIGTERM ends, too, and so does a suspended server."""
+    script = IMPORTS + SCRIPTS[case]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([stand_in.install(tmp_path), str(BENCHMARKS)])}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as benchmark:
+        log = next(line for line in benchmark.stdout if line.endswith(".log\n")).strip()
+        assert Path(log).exists()
+        session = int(subprocess.check_output(["pgrep", "-f", f"sglang.launch_server.*{tmp_path}"]).split()[0])
+        assert len(sessions._processes_of(session)) == 2
+        benchmark.terminate()
+        assert benchmark.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not sessions._processes_of(session)
+
+
+def test_a_port_that_is_in_use_is_named(url: str, tmp_path: Path) -> None:
+    """A server that an earlier benchmark left would be taken for the new one."""
+    port = int(url.rpartition(":")[2])
+    with pytest.raises(servers.DidNotComeUpError, match=f"port {port} should be free for the ours server"):
+        servers.start("ours", tmp_path, FLAGS, port, tmp_path / "log", {})
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_second_call_goes_on_with_the_servers_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with other settings is started anew; the one that failed has its reason, and no entry."""
+    monkeypatch.setenv("PYTHONPATH", stand_in.install(tmp_path))
+    monkeypatch.setattr(sessions, "SECONDS_TO_END", 0.3)
+    failing = {"contender": "builtin", "flags": ["--moe-runner-backend", "humming"]}
+    about = {"model": str(tmp_path), "servers": {"one": {"contender": "ours"}, "failing": failing}}
+    try:
+        assert servers.start_all(about, tmp_path, 31_500, seconds=0) == {}  # no time to wait
+        assert "ready_s" not in servers.listed_servers(tmp_path)["one"]
+        failed = servers.start_all(about, tmp_path, 31_500)
+        assert failed.keys() == {"failing"} and stand_in.REASON in failed["failing"]
+        first = servers.listed_servers(tmp_path)
+        assert first.keys() == {"one"} and first["one"]["ready_s"] > 0
+        del about["servers"]["failing"]
+        assert servers.start_all(about, tmp_path, 31_500) == {} and servers.listed_servers(tmp_path) == first
+        about["servers"]["one"]["flags"] = ["--tp", "2"]
+        about["servers"]["two"] = {"contender": "builtin"}
+        assert servers.start_all(about, tmp_path, 31_500) == {}
+        second = servers.listed_servers(tmp_path)
+        assert second["one"]["pid"] != first["one"]["pid"] and second["one"]["url"] != second["two"]["url"]
+        assert not sessions.leader_runs(first["one"]["pid"])
+        servers.stop_all(tmp_path, but=["two"])
+        assert servers.listed_servers(tmp_path).keys() == {"two"}
+    finally:
+        servers.stop_all(tmp_path)
+    assert not any(sessions.leader_runs(found["pid"]) for found in second.values())
 
 
 def test_a_server_without_its_port_is_not_waited_for(tmp_path: Path) -> None:

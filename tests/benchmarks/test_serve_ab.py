@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import serve_ab
-from lib import serve_load, serve_profile, servers
+from lib import serve_load, serve_profile, serve_rows, serve_works, servers
+from lib.contenders import contender
 from lib.serve_load import Reply
-from serve_ab import Row
+from lib.serve_rows import Row
+from lib.serve_works import Cell
 
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
@@ -62,11 +64,13 @@ def test_the_best_third_is_chosen_by_speed() -> None:
     rows = []
     for prefix in serve_ab.CHURN:
         for i in range(6):
-            rows.append(Row.of((serve_ab.SWEEP, 10 + i, "tok_s", prefix), ours=1.0 + i, builtin=1.0))
-            rows.append(Row.of((serve_ab.SWEEP, 10 + i, "hit_rate", prefix), ours=0.1 * i, builtin=0.1))
+            rows.append(Row.of((serve_rows.SWEEP, 10 + i, "tok_s", prefix), ours=1.0 + i, builtin=1.0))
+            rows.append(Row.of((serve_rows.SWEEP, 10 + i, "hit_rate", prefix), ours=0.1 * i, builtin=0.1))
+            rows.append(Row.of((serve_rows.SWEEP, 10 + i, "tok_s", prefix), 1.0 + i, 7.0, contender="builtin+windows"))
     assert {(row.work, row.prefix) for row in rows} == {("churn_sweep", prefix) for prefix in serve_ab.CHURN}
-    best = {row.metric: row for row in serve_ab.best_third_of(rows)}
-    assert best["tok_s"].ours == 5.5 and best["hit_rate"].ours == pytest.approx(0.45)
+    best = {(row.contender, row.metric): row for row in serve_rows.best_third_of(rows)}
+    assert best["builtin", "tok_s"].ours == 5.5 and best["builtin", "hit_rate"].ours == pytest.approx(0.45)
+    assert best["builtin+windows", "tok_s"].builtin == 7.0
     assert {row.work for row in best.values()} == {"churn"}
 
 
@@ -108,41 +112,66 @@ def test_a_run_with_a_stall_is_made_again(
     left = iter(made)
     monkeypatch.setattr(serve_load, "run", lambda url, load: next(left))
     server = servers.Server("ours", tmp_path, "", tmp_path, 0.0)
-    assert serve_ab._steady(server, lambda client: None) == made[chosen]
+    assert serve_works.steady(server, lambda client: None) == made[chosen]
     assert len(list(left)) == len(silences) - runs
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two calls start one server each; a call whose rows are all in the file starts no server."""
-    started: list[str] = []
+class Running:
+    """Stands in for `running`: notes the servers that are started; Humming's does not come up."""
 
-    class Running:
-        def __init__(self, name: str, *arguments: object, alone: bool) -> None:
-            assert alone
-            started.append(name)
-            self.name = name
+    def __init__(self, started: list[str]) -> None:
+        self.started = started
 
-        def __enter__(self) -> str:
-            return self.name
+    def __call__(self, server: str, model: Path, flags: Sequence[str], *place: object, **how: object) -> Running:
+        assert how["alone"]
+        self.started.append(server)
+        self.server, self.flags = server, flags
+        return self
 
-        def __exit__(self, *error: object) -> None:
-            pass
+    def __enter__(self) -> servers.Server:
+        if "humming" in self.flags:
+            raise servers.DidNotComeUpError("No module named 'humming'")
+        return servers.Server(self.server, Path(), "", Path(), 4.0)
 
-    def measured(name: str, works: Sequence[str]) -> Iterator[tuple[str, serve_ab.Figures]]:
-        for work in works:
-            if work == "multi_turn":
-                raise RuntimeError("the time is over")
-            yield work, {(work, 1, "tok_s"): 300.0 if name == "ours" else 200.0}
+    def __exit__(self, *error: object) -> None:
+        pass
 
-    monkeypatch.setattr(serve_ab, "running", Running)
-    monkeypatch.setattr(serve_ab, "with_ample_memory", measured)
-    flags = {"ours": [], "builtin": []}
 
-    def compare(works: Sequence[str], *contenders: str) -> list[Row]:
-        return serve_ab.compare(tmp_path, works, flags, 0.5, 1, tmp_path, contenders, tmp_path / "figures")
+def one_cell(work: str, requests: int = 1, seconds: float = 1.0) -> Cell:
+    def measure(server: servers.Server, repeat: int) -> dict[str, float]:
+        if work == "multi_turn":
+            raise RuntimeError("the time is over")
+        return {"tok_s": (300.0 if server.contender == "ours" else 200.0) + repeat}
+
+    return Cell(f"{work}_{requests}", work, requests, measure, 3, seconds)
+
+
+@pytest.fixture
+def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., serve_ab.Comparison]:
+    """Makes comparisons of stand-in loads, whose figures are kept in one folder."""
+    monkeypatch.setattr(serve_ab, "cells", lambda works, *about: [one_cell(work) for work in works])
+    monkeypatch.setattr(serve_ab, "warm_up", lambda *about: None)
+
+    def make(works: Sequence[str], *names: str) -> serve_ab.Comparison:
+        asked = [contender(name, ()) for name in names]
+        return serve_ab.Comparison(tmp_path, asked, works, tmp_path, tmp_path / "figures")
+
+    return make
+
+
+def test_what_was_measured_is_not_measured_again(
+    comparison: Callable[..., serve_ab.Comparison], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two calls start one server each; a call whose rows are all in the folder starts no server."""
+    monkeypatch.setattr(serve_ab, "running", Running(started := []))
+
+    def compare(works: Sequence[str], *names: str) -> list[Row]:
+        made = comparison(works, *names)
+        serve_ab.compare(made)
+        return [row for row in made.rows() if row.work != "start"]
 
     assert compare(["decode"], "builtin") == [] and started == ["builtin"]
-    assert [row.ratio for row in compare(["decode"], "ours")] == [1.5] and started == ["builtin", "ours"]
+    assert [row.ratio for row in compare(["decode"], "ours")] == [301 / 201] and started == ["builtin", "ours"]
     both = compare(["decode", "prefill"], "builtin", "ours")
     assert {row.work for row in both} == {"decode", "prefill"} and started == ["builtin", "ours", "builtin", "ours"]
     assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 4
@@ -150,7 +179,96 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
         compare(["decode", "multi_turn", "prefill"], "ours")
     assert compare(["decode", "prefill"], "builtin", "ours") == both and len(started) == 5
     with pytest.raises(ValueError, match="run that first"):
-        compare(["churn"], "ours")
+        serve_ab.compare_churn(comparison(["churn"], "ours"))
+
+
+def test_rows_name_their_contenders_and_one_that_fails_is_left_out(
+    comparison: Callable[..., serve_ab.Comparison], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(serve_ab, "running", Running(started := []))
+    names = ("builtin+marlin", "builtin+humming", "builtin+flashinfer", "ours", "ours+our_all_reduce")
+    made = comparison(["decode"], *names)
+    serve_ab.compare(made)
+    assert made.not_up == {"builtin+humming": "No module named 'humming'"} and len(started) == 5
+    pairs = [(row.of_ours, row.contender) for row in made.rows() if row.work == "decode"]
+    assert pairs == [(mine, other) for mine in names[3:] for other in (names[0], names[2])]
+    assert "ours+our_all_reduce, builtin+flashinfer" in serve_rows.table(made.rows())
+    again = comparison(["decode", "prefill"], *names)  # another call does not try it again, and says so
+    serve_ab.compare(again)
+    assert len(started) == 9 and again.not_up == made.not_up
+    assert "delete" in capsys.readouterr().out
+
+
+def test_contenders_of_the_builtin_get_equal_bytes_under_churn(
+    comparison: Callable[..., serve_ab.Comparison], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first one, whatever order the command names them in."""
+    monkeypatch.setattr(serve_ab, "running", Running([]))
+    monkeypatch.setattr(servers.Server, "kv_memory", lambda server: (990.0, 8192))
+    asked = []
+    monkeypatch.setattr(serve_ab, "builtin_tokens", lambda model, flags, size, *about: asked.append(size) or 8192)
+    monkeypatch.setattr(serve_ab, "tokens_that_fit", lambda model, size, flags: asked.append(size) or 16_384)
+    monkeypatch.setattr(serve_ab, "under_churn", lambda *about: {(serve_rows.SWEEP, 2, "tok_s", 1536): 5.0})
+    made = comparison(["churn"], "ours", "builtin+marlin", "builtin+marlin+windows")
+    made.kv_gib = 1000 / 2**30
+    serve_ab.compare_churn(made)
+    assert asked[0] == 1000.0 and set(asked[1:]) == {990.0}
+    assert {row.contender for row in made.rows() if row.work == "churn"} == {"builtin+marlin", "builtin+marlin+windows"}
+
+
+# ------------------------------------------------------------------------------------------------ cells and loads
+
+
+def test_cells_have_names_of_their_own_and_seconds_for_full_size() -> None:
+    """Two contenders' decode, prefill and conversations took 280 s on four H200s, and are expected to take no less."""
+    found = serve_works.cells(serve_works.AMPLE, gpus=4)
+    assert len({cell.stage for cell in found}) == len(found)
+    seconds = {work: sum(c.seconds for c in serve_works.cells([work])) for work in serve_works.AMPLE}
+    short = sum(c.seconds for c in serve_works.cells(["decode", "prefill", "multi_turn"], repeats=2))
+    assert 100 < short < 180 and 150 < seconds["8k_1k"] < 260
+    few = serve_works.cells(["decode", "prefill", "8k_1k"], requests=[64, 256])
+    assert [cell.stage for cell in few] == ["decode_64", "prefill_8", "prefill_64k_1", "8k_1k_64", "8k_1k_256"]
+    drafted = serve_works.cells(["8k_1k"], accepted=5.45)
+    assert {cell.work for cell in drafted} == {"8k_1k_dspark_5.45"}
+    assert sum(cell.seconds for cell in drafted) < seconds["8k_1k"]
+
+
+def test_a_cell_has_medians_and_memory_a_row_of_its_own() -> None:
+    cell = one_cell("decode", 16)
+    runs = [{"tok_s": 3.0, serve_works.KV_BYTES: 7.0}, {"tok_s": 9.0, serve_works.KV_BYTES: 7.0}]
+    runs.append({"tok_s": 4.0, serve_works.KV_BYTES: 7.0})
+    assert cell.figures(runs) == {("decode", 16, "tok_s"): 4.0, ("memory", 1, serve_works.KV_BYTES): 7.0}
+
+
+@pytest.mark.parametrize("accepted", [None, 3.5])
+def test_figures_of_answers_count_prompts_and_tokens(accepted: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of 8,192 tokens: 1,024 tokens each in 4 s, the first one after 1 s; over two GPUs."""
+
+    class Client:
+        async def generate(self, prompt: list[int], new_tokens: int) -> Reply:
+            times = [clock[0] + 1.0 + 3.0 * i / (new_tokens - 1) for i in range(new_tokens)]
+            steps = 0 if accepted is None else round((new_tokens - 1) / accepted)
+            return Reply(clock[0], tuple(times), len(prompt), 0, tuple(range(new_tokens)), steps)
+
+    clock = [100.0]
+    monkeypatch.setattr(serve_load.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(serve_load, "run", lambda url, load: asyncio.run(load(Client())))
+    server = servers.Server("ours", Path(), "", Path(), 0.0)
+    cell = serve_works.cells(["8k_1k"], gpus=2, accepted=accepted)[1]
+    monkeypatch.setattr(serve_works, "steady", lambda server, load: serve_load.run(server.url, load))
+    found = cell.measure(server, 0)
+    requests = cell.requests
+    assert found["tok_s"] == pytest.approx(requests * 9216 / 4) and found["tok_s_a_gpu"] == found["tok_s"] / 2
+    assert found["output_tok_s"] == pytest.approx(requests * 1024 / 4)
+    assert found["ttft_p50"] == pytest.approx(1000) and found["tpot_p50"] == pytest.approx(3000 / 1023)
+    assert found.get("tokens_a_step") == (None if accepted is None else pytest.approx(accepted, rel=0.01))
+
+
+def test_a_decode_cell_has_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts a step makes several tokens of each request."""
+    monkeypatch.setattr(serve_works, "steady", lambda server, load: {"tok_s": 4000.0, "tokens_a_step": 2.5})
+    cell = serve_works.cells(["decode"])[2]
+    assert cell.requests == 16 and cell.measure(None, 0)["step_ms"] == 10.0
 
 
 def test_a_decode_profile_begins_when_all_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,7 +312,7 @@ def test_a_graph_is_one_launch_of_the_host() -> None:
     assert found.kernels[0] == ("attention", 3, 12)
     assert ("cudaGraphLaunch", 1, 5) in found.host_calls and len(found.host_calls) == 4
     of_step = {"launches_per_step": 5, "busy_us_per_step": 20, "span_us_per_step": 72, "host_launches_per_step": 3}
-    assert serve_ab._of_step(found) == of_step
+    assert serve_works._of_step(found) == of_step
 
 
 def test_what_overlaps_is_busy_once() -> None:

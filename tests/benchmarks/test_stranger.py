@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from gpu_stack import stranger
+from lib import sessions
+from serving import stand_in
 
 LOG = """
 [2026-11-26 21:10:11] 85 kernels are compiled by 14 processes, into /home/a/.cache/sglang-dsv4/kernels
@@ -90,3 +94,39 @@ def test_compilers_are_judged_by_the_processes_that_compiled(
         reason = "no compiler on PATH, got"
     with pytest.raises(stranger.Failed, match=reason):
         run.no_compiler()
+
+
+SIGTERM = """
+import os, time
+from gpu_stack import stranger
+
+os.getuid = lambda: 1000  # three homes of one user, who can read this test's folder
+
+def serve(run):
+    def one():
+        user, log = run.host.users[0], run.host.work / "log"
+        with stranger.serving(run.host, user, 31_560, log, run.host.environment(user)):
+            print(*stranger.SESSIONS, flush=True)
+            time.sleep(60)
+    stranger.at_once(one, lambda: time.sleep(60))
+
+stranger.Run.steps = lambda run: [("first start", lambda: serve(run))]
+stranger.main()
+"""
+
+
+def test_servers_of_other_threads_end_at_sigterm(tmp_path: Path) -> None:
+    wheel = tmp_path / "a.whl"
+    wheel.write_text("")
+    path = [stand_in.install(tmp_path), str(Path(stranger.__file__).parents[1])]
+    command = [sys.executable, "-c", SIGTERM, "--wheel", str(wheel), "--work", str(tmp_path / "work")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        session = int(process.stdout.readline())
+        assert sessions.leader_runs(session)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    deadline = time.monotonic() + 10
+    while sessions._processes_of(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sessions._processes_of(session)

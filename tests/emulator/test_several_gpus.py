@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ptx_emulator import Checks, EmulationError, Launch, MemoryMap, Options, Program, launch_together
+from ptx_emulator import Checks, EmulationError, Launch, Loaded, MemoryMap, Options, Program, launch_together
 from ptx_emulator.samples.handwritten import kernel
 
 SCHEDULES = [("eager", 0), ("late", 0), ("random", 1), ("random", 2), ("random_warps", 3)]
@@ -183,7 +183,8 @@ def test_a_late_gpu_starts_when_the_others_wait() -> None:
     assert min(run(counts, TWO_GPUS, "random", seed, late=0)[0] for seed in range(5)) > 8
 
 
-def test_gpus_run_one_kernel_together() -> None:
+def test_launches_of_a_device_run_together() -> None:
+    """Each kernel has a report with its own instructions."""
     from ptx_emulator import Device
 
     x = np.zeros(32, np.uint32)
@@ -191,12 +192,56 @@ def test_gpus_run_one_kernel_together() -> None:
         with device.several_gpus() as choose:
             for gpu, threads in enumerate((32, 64, 33)):
                 choose(gpu)
-                device.run_ptx(kernel("red.relaxed.sys.global.add.u32 [%rd100], 1;", 1), "k", 1, threads, [x])
+                for adds in (1, 1000):
+                    body = f"red.relaxed.sys.global.add.u32 [%rd100], {adds};"
+                    device.run_ptx(kernel(body, 1), "k", 1, threads, [x])
             assert not device.reports
-        assert x[0] == 32 + 64 + 33 and len(device.reports) == 1
-        with pytest.raises(ValueError, match="several GPUs run one kernel"), device.several_gpus():
-            for body in ("", "mov.u32 %r1, 0;"):
-                device.run_ptx(kernel(body, 1), "k", 1, 32, [x])
+        assert x[0] == (32 + 64 + 33) * 1001 and len(device.reports) == 2
+        counts = [sum(report.executed_lines.values()) for report in device.reports]
+        assert counts[0] == counts[1] > 0
     with Device(Options(), record=True) as device, pytest.raises(ValueError, match="cannot be recorded"):
         with device.several_gpus():
             pass
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_kernels_of_different_shapes_wait_for_each_other(schedule: str, seed: int) -> None:
+    """Two kernels on each GPU, in turns; one has clusters, shared memory and more registers and instructions."""
+    from ptx_emulator import launch_kernels
+
+    data, flags, out = np.zeros(64, np.uint32), np.zeros(16, np.uint32), np.zeros(4, np.uint32)
+    memory = MemoryMap()
+    for name, array in (("data", data), ("flags", flags), ("out", out)):
+        memory.add(array.ctypes.data, array.nbytes, name)
+    first_cta_only = "mov.u32 %r50, %ctaid.x; setp.ne.u32 %p5, %r50, 0; @%p5 bra E;"
+    longer = f"{first_cta_only} {'add.u32 %r51, %r50, %r50; ' * 20} {message(STORE, LOAD)}"
+    loaded = [
+        Loaded(Program.from_ptx(kernel(message(STORE, LOAD), 4)), "k"),
+        Loaded(Program.from_ptx(kernel(longer, 4)), "k", (2, 1, 1), 2048),
+    ]
+
+    def one(number: int, gpu: int, role: int) -> Launch:
+        places = (data.ctypes.data + 64 * number, flags.ctypes.data + 4 * number, out.ctypes.data + 4 * number)
+        params = [struct.pack("<Q", p) for p in (*places, role)]
+        return Launch((1 + number, 1, 1), (32, 1, 1), params, gpu, kernel=number)
+
+    launches = [one(number, gpu, gpu) for gpu in (0, 1) for number in (0, 1)]
+    reports = launch_kernels(loaded, launches, memory, Options(schedule=schedule, seed=seed))
+    assert out[:2].tolist() == [7, 7] and [report.cluster for report in reports] == [(1, 1, 1), (2, 1, 1)]
+
+
+def test_an_error_names_the_kernel_s_line() -> None:
+    """The second of two kernels deadlocks, in a line that only its own text explains."""
+    from ptx_emulator import launch_kernels
+
+    flag = np.zeros(16, np.uint32)
+    memory = MemoryMap()
+    memory.add(flag.ctypes.data, flag.nbytes, "flag")
+    spin = "S: ld.relaxed.sys.global.u32 %r2, [%rd100]; setp.eq.u32 %p3, %r2, 0; @%p3 bra S;"
+    loaded = [Loaded(Program.from_ptx(kernel(body, 1)), "k") for body in ("mov.u32 %r1, 0;", spin)]
+    params = [struct.pack("<Q", flag.ctypes.data)]
+    with pytest.raises(EmulationError) as e:
+        launch_kernels(loaded, [Launch((1, 1, 1), (32, 1, 1), params, n, kernel=n) for n in (0, 1)], memory)
+    assert (
+        e.value.kind.name == "deadlock" and "ld.relaxed" in str(e.value.ptx_text) + e.value.message
+    ) or e.value.ptx_line

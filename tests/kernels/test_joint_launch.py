@@ -88,7 +88,7 @@ def listed_choice(
 
 
 def check_list(found: tuple, expected: tuple) -> None:
-    """Which slot of its expert a pair gets depends on timing: all else is equal, and a slot has its pair's numbers."""
+    """A pair's slot in its expert depends on timing: all else is equal, and a slot has its pair's numbers."""
     assert_same(found[:4], expected[:4])
     (weights, chosen, *_, listed), other = found, expected[-1]
     tiles, groups = listed.totals.tolist()

@@ -1,4 +1,4 @@
-"""Which rank has which prefix: costs, shared beginnings, and the pages that are forgotten first."""
+"""The index of the prefixes that ranks have: costs, shared beginnings, and the pages that are forgotten first."""
 
 from __future__ import annotations
 

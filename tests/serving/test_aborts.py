@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import requests
 from serving.server import Server
 
-TOKENS = 400
+TOKENS = 150
 
 
 def test_a_request_survives_the_abort_of_a_request_whose_id_begins_its_own(server: Server) -> None:

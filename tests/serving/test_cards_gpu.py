@@ -60,7 +60,7 @@ def test_our_sums_over_ranks_change_no_bit(checkpoint: Path, plain: tuple[Answer
 
 
 def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path, plain: tuple[Answers, list[int]]) -> None:
-    prepared = answers(checkpoint, "--tp-size", "2", "--enable-p2p-check", "--numa-node", "0", "0")
+    prepared = answers(checkpoint, "--tp-size", "2", "--enable-p2p-check", "--numa-node", "0", "0", "--pre-warm-nccl")
     assert plain[1] == prepared[1] == [0, 1]
     assert prepared[0] == plain[0]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import requests
 from serving.server import MAX_RUNNING, POOL_TOKENS, Server, output_logprobs
 
@@ -29,6 +30,7 @@ def wait_until_idle(server: Server) -> None:
     raise AssertionError(f"the server is still busy: {load}")
 
 
+@pytest.mark.slow
 def test_long_prompts_wait_for_room(server: Server) -> None:
     """9 prompts of 4 pages over 24 pages: at most 5 fit at a time."""
     prompts = [prompt(seed, 900 + 13 * seed) for seed in range(9)]
@@ -62,6 +64,7 @@ def test_more_requests_than_slots_are_queued(server: Server) -> None:
     assert server.is_alive()
 
 
+@pytest.mark.slow
 def test_short_prompt_after_a_long_one_does_not_see_its_slot(server: Server) -> None:
     """Prompts of 1 to 5 tokens read compressor rows that a slot's last owner may have left."""
     short = [prompt(7, length) for length in range(1, 6)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import requests
+from selection.marks import with_slow_marks
 from serving.server import SLEEP_ON_IDLE, TAILS, Server, running_server
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
@@ -77,7 +78,7 @@ def cold(server: Server, prompt: list[int], tokens: int) -> list[tuple[float, in
     return answer(result)
 
 
-@pytest.mark.parametrize("remainder", [0, 1, 3, 127, 129, 255])
+@pytest.mark.parametrize("remainder", with_slow_marks([0, 1, 3, 127, 129, 255], quick=[0, 127, 255]))
 def test_cached_equals_cold(server: Server, remainder: int) -> None:
     prefix = some(1, 1024 + remainder)
     prompt = prefix + some(2, 40)
@@ -100,7 +101,7 @@ def test_concurrent_requests_with_shared_prefixes(
 ) -> None:
     """Twelve requests at once over three prefixes: some hit, some race, some wait for a request slot (without
     overlap there are six) or for pages (with overlap, 24); all answer as they do alone."""
-    prefixes = [some(10 + i, 700 + 150 * i) for i in range(3)]
+    prefixes = [some(10 + i, 520 + 130 * i) for i in range(3)]
     prompts = [prefixes[i % 3] + some(20 + i, 30 + 17 * i) for i in range(12)]
     for prompt in prompts:
         if tuple(prompt) not in answers_alone:

@@ -1,4 +1,4 @@
-"""Which servers may be forked from a process that has imported SGLang: a wrong yes would test a different program."""
+"""Servers that may be forked from a process that has imported SGLang: a wrong yes would test a different program."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ from serving.speculation import (
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
+pytestmark = pytest.mark.slow  # each of the servers
 RUNNERS = {
     "EAGLE": {"DecodeCudaGraphRunner": 4, "EAGLEDraftCudaGraphRunner": 1, "EAGLEDraftExtendCudaGraphRunner": 4},
     "DSPARK": {"DecodeCudaGraphRunner": 6, "DraftDecodeCudaGraphRunner": 5},
 }
 
-# The switch needs a further server.
-PARAMS = ["DSPARK", *(pytest.param(name, marks=pytest.mark.slow) for name in ("EAGLE", NO_EPILOGUE))]
+PARAMS = ["DSPARK", "EAGLE", NO_EPILOGUE]
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def replaying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield running
 
 
-@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.slow), 11])
+@pytest.mark.parametrize("at_once", [1, 11])
 def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at_once: int) -> None:
     """Drafts accepted up to every position across groups and pages; then the draft's own, nearly all rejected."""
     lengths = {1: [250], 11: [1, 2, 3, 4, 123, 124, 125, 126, 253, 254, 255]}[at_once]
@@ -73,7 +73,6 @@ def test_replays_answer_the_same_bits(server: Server, replaying: Speculating, at
     assert_same(plain, drafted)
 
 
-@pytest.mark.slow
 def test_a_page_that_was_filled_by_drafts_is_reused(server: Server, replaying: Speculating) -> None:
     """The page's tail was stored a step after the page was full, and has the rows of the accepted tokens."""
     prompts = random_prompts(7, [240, 244])
@@ -115,7 +114,20 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
     assert "Traceback" not in replaying.server.log
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DSPARK", NO_EPILOGUE])
+def test_acceptance_is_as_long_as_a_benchmark_asks_for(name: str, tmp_path: Path) -> None:
+    """SGLANG_SIMULATE_ACC_LEN, which benchmarks of dummy weights set: inside of the verify step's graph, too. A step
+    draws one of the two lengths next to it for the whole batch. (On a CPU, EAGLE's verification is ours and ignores
+    it.)"""
+    with replaying_server(name, tmp_path, env={"SGLANG_SIMULATE_ACC_LEN": "3.5"}) as running:
+        answers = ask(running.server, random_prompts(3, [60, 124, 250]), 3, max_new_tokens=150)
+        assert all(len(answer["output_ids"]) == 150 for answer in answers)
+        assert abs(tokens_a_step(answers) - 3.5) < 0.35
+        commits = running.server.log.count(replayed_graphs.COMMIT_LINE)
+        assert (commits == 0) == running.ends_in_the_graph
+        assert running.server.is_alive() and "Traceback" not in running.server.log
+
+
 def test_ranks_answer_the_same_bits(tmp_path: Path) -> None:
     """DSpark's epilogue is on, in which rank 0 sends the other rank the number of accepted drafts."""
     ranks = ("--tp", "2")

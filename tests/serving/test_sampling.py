@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection.marks import with_slow_marks
 from serving.server import Server, output_logprobs
 
 from sglang_dsv4.requests.sampling import penalties, sampler
@@ -45,6 +46,7 @@ def test_top_k_never_leaves_the_k_likeliest(server: Server) -> None:
         assert entry.logprob >= min(top.logprob for top in entry.top_logprobs) - 1e-4
 
 
+@pytest.mark.slow
 def test_frequency_penalty_forbids_repetition(server: Server) -> None:
     """A logit falls by 2 each time its token is generated: without it a greedy random model repeats itself."""
     free = tokens(server, max_new_tokens=96)
@@ -53,7 +55,9 @@ def test_frequency_penalty_forbids_repetition(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "penalty", [{"presence_penalty": 2.0}, {"repetition_penalty": 2.0}], ids=lambda p: next(iter(p))
+    "penalty",
+    with_slow_marks([{"presence_penalty": 2.0}, {"repetition_penalty": 2.0}], quick=[{"repetition_penalty": 2.0}]),
+    ids=lambda p: next(iter(p)),
 )
 def test_penalties_change_the_answer(server: Server, penalty: dict[str, float]) -> None:
     assert tokens(server, max_new_tokens=64, **penalty) != tokens(server, max_new_tokens=64)

@@ -1,4 +1,4 @@
-"""From the command to the first answer: the server is ready in time, or stops with a reason."""
+"""Starts, from the command to the first answer: the server is ready in time, or stops with a reason."""
 
 from __future__ import annotations
 

@@ -66,6 +66,7 @@ def server(checkpoint: Path, folder: Path, tmp_path_factory: pytest.TempPathFact
 PROMPT = some(1, 1100)
 
 
+@pytest.mark.slow
 def test_from_host_memory_from_files_and_after_a_restart(
     server: Server, checkpoint: Path, folder: Path, tmp_path: Path
 ) -> None:

@@ -88,7 +88,7 @@ def test_failures_through_http(server: Server, checkpoint: Path, trained: Traine
     refused = trained.send([(NORM, with_last(norm, math.nan))], weight_version="bad")
     assert refused.status_code == 400 and "(NaN)" in refused.text
     ended = trained.post("end_weight_update")
-    assert ended.status_code == 400 and "The weights are those of before" in ended.text
+    assert ended.status_code == 400 and "The old weights stay" in ended.text
     trained.do("begin_weight_update")
     assert trained.send([(NORM, norm.flip(0))]).status_code == 200
     again = trained.post("begin_weight_update")

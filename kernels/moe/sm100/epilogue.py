@@ -7,9 +7,11 @@ from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import bf16_rows, e4m3, ptx
 from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.tcgen05 import as_float, load_tmem, tmem_columns
 from dsv4_kernels.moe.activation import swiglu
 from dsv4_kernels.moe.sm100.plan import (
+    ACCUMULATORS,
     CHUNK,
     GROUP_THREADS,
     TILE_ROWS,
@@ -48,10 +50,10 @@ def finish_tiles(
         if cutlass.const_expr(plan.numbers is Numbers.NVFP4):
             of_expert = a.factors + Int64(ptx.load_i32(a.tile_expert + tile)) * 8
             factor, up_factor = ptx.load_f32(of_expert), ptx.load_f32(of_expert + 4)
-        buffer = tiles % 2
-        wait(barriers, Barrier.DONE + buffer, tiles // 2 & 1)
+        buffer = stage_of(tiles, ACCUMULATORS)
+        wait(barriers, Barrier.DONE + buffer.index, buffer.phase)
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-        start = buffer * plan.accumulator_columns
+        start = buffer.index * plan.accumulator_columns
         for column in cutlass.range(0, plan.tokens, CHUNK):
             words = load_tmem(tmem_columns(tmem, warp, start + column, Int32), CHUNK)
             if cutlass.const_expr(plan.product is Product.GATE_UP):
@@ -75,7 +77,7 @@ def finish_tiles(
             else:
                 store_rows(a, sums, slot, left, row_tile, thread)
         prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-        arrive(barriers + (Barrier.FREE + buffer))
+        arrive(barriers + (Barrier.FREE + buffer.index))
         tiles = tiles + 1
 
 

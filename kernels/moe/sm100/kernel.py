@@ -35,6 +35,7 @@ from dsv4_kernels.device.pointers import gmem, typed
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, swizzled, tmem_columns, unswizzled
 from dsv4_kernels.moe.sm100.epilogue import finish_tiles
 from dsv4_kernels.moe.sm100.plan import (
+    ACCUMULATORS,
     CHUNK,
     GROUP_THREADS,
     PRODUCTS_PER_STEP,
@@ -100,7 +101,7 @@ def experts_kernel(
                 prims.mbarrier_init(barriers + (Barrier.WEIGHTS + stage), 1)
                 prims.mbarrier_init(barriers + (Barrier.TOKENS + stage), WARPS_OF_GROUP)
                 prims.mbarrier_init(barriers + (Barrier.EMPTY + stage), 1)
-            for buffer in cutlass.range_constexpr(2):
+            for buffer in cutlass.range_constexpr(ACCUMULATORS):
                 prims.mbarrier_init(barriers + (Barrier.DONE + buffer), 1)
                 prims.mbarrier_init(barriers + (Barrier.FREE + buffer), WARPS_OF_GROUP)
             prims.fence_mbarrier_init()
@@ -161,7 +162,7 @@ def load_weights(
         row = expert * a.rows + index % a.row_tiles * TILE_ROWS
         for step in cutlass.range(steps):
             wait_until_empty(barriers, count, plan)
-            stage = count % plan.stages
+            stage = stage_of(count, plan.stages).index
             target = smem + stage * plan.stage_bytes
             full = barriers + (Barrier.WEIGHTS + stage)
             prims.mbarrier_arrive_expect_tx(full, plan.loaded_bytes)
@@ -223,7 +224,7 @@ def load_tokens(
         scale_bytes = cutlass.select_(thread < num_slots, Int32(4), Int32(0))
         for step in cutlass.range(steps):
             wait_until_empty(barriers, count, plan)
-            target = base + count % plan.stages * plan.stage_bytes
+            target = base + stage_of(count, plan.stages).index * plan.stage_bytes
             for address, place, num_bytes in rows:
                 ptx.copy_async(target + (tokens_offset + place), address + step * SWIZZLE_ROW_BYTES, Int32(num_bytes))
             if thread < plan.tokens:
@@ -253,7 +254,7 @@ def source_row(a: Arguments, slot: Int32, exists: cutlass.Boolean, plan: cutlass
 def publish_tokens(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
     """Signals that this warp's copies for a step are complete and visible to the tensor core."""
     prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
-    arrive(barriers + (Barrier.TOKENS + count % plan.stages))
+    arrive(barriers + (Barrier.TOKENS + stage_of(count, plan.stages).index))
 
 
 # Products
@@ -275,9 +276,9 @@ def multiply(
     count, tiles = Int32(0), Int32(0)
     zero = Int32(0)
     for _ in cutlass.range(first, end, stride):
-        buffer = tiles % 2
-        if tiles >= 2:
-            wait(barriers, Barrier.FREE + buffer, (tiles // 2 - 1) & 1)
+        buffer = stage_of(tiles, ACCUMULATORS)
+        if tiles >= ACCUMULATORS:
+            wait(barriers, Barrier.FREE + buffer.index, buffer.phase ^ 1)
             prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         for step in cutlass.range(steps):
             stage, phase = stage_of(count, plan.stages)
@@ -295,7 +296,7 @@ def multiply(
             tokens = swizzled(start + plan.matrices * WEIGHT_TILE_BYTES)
             for matrix in cutlass.range_constexpr(plan.matrices):
                 weights = swizzled(start + matrix * WEIGHT_TILE_BYTES)
-                out = tmem_columns(tmem, zero, buffer * plan.accumulator_columns + matrix * plan.tokens, Float32)
+                out = tmem_columns(tmem, zero, buffer.index * plan.accumulator_columns + matrix * plan.tokens, Float32)
                 for part in cutlass.range_constexpr(PRODUCTS_PER_STEP):
                     multiply_part(
                         out,
@@ -309,7 +310,7 @@ def multiply(
                     )
             prims.tcgen05_commit(barriers + (Barrier.EMPTY + stage), group=prims.CTAGroup.CTA_1)
             count = count + 1
-        prims.tcgen05_commit(barriers + (Barrier.DONE + buffer), group=prims.CTAGroup.CTA_1)
+        prims.tcgen05_commit(barriers + (Barrier.DONE + buffer.index), group=prims.CTAGroup.CTA_1)
         tiles = tiles + 1
 
 

@@ -22,6 +22,8 @@ CHUNK = 16
 MAX_SMEM = 227 * 1024
 TMEM_COLUMNS = 512
 SCALE_COLUMNS = 4
+ACCUMULATORS = 2
+"""Accumulator buffers, which successive work tiles use in turns."""
 
 
 class Numbers(IntEnum):
@@ -140,7 +142,7 @@ class Plan:
     @property
     def scales_column(self) -> int:
         """First column of the scales: SCALE_COLUMNS for each scale tile, the weights' first, then the tokens'."""
-        return 2 * self.accumulator_columns
+        return ACCUMULATORS * self.accumulator_columns
 
     @property
     def tmem_columns(self) -> int:
@@ -158,9 +160,9 @@ class Barrier(IntEnum):
     WEIGHTS = 0  # [stages] weight tiles and their scales are in shared memory
     TOKENS = MAX_STAGES  # [stages] rows of the activations and their scales are in shared memory
     EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
-    DONE = 3 * MAX_STAGES  # [2] a work tile's sums are in the accumulator buffer
-    FREE = DONE + 2  # [2] the epilogue has read the accumulator buffer
-    COUNT = FREE + 2
+    DONE = 3 * MAX_STAGES  # [ACCUMULATORS] a work tile's sums are in the accumulator buffer
+    FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogue has read the accumulator buffer
+    COUNT = FREE + ACCUMULATORS
 
 
 class NamedBarrier(IntEnum):

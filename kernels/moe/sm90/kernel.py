@@ -29,6 +29,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import mul
 from dsv4_kernels.device.pipeline import Stage, first_to_fill, first_to_read, following, wrapped
+from dsv4_kernels.device.tma import copy_bulk
 from dsv4_kernels.moe.activation import swiglu
 from dsv4_kernels.moe.sm90.plan import (
     CHANNELS,
@@ -177,11 +178,11 @@ def copy_steps(
         barrier = full + at
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES + token_bytes + scale_bytes)
         arrival = Int32(barrier.toint())
-        copy(base + plan.codes_offset + at * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, arrival)
-        copy(base + plan.shifts_offset + at * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, arrival)
-        copy(base + at * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, arrival)
+        copy_bulk(base + plan.codes_offset + at * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, arrival)
+        copy_bulk(base + plan.shifts_offset + at * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, arrival)
+        copy_bulk(base + at * plan.token_bytes, tokens + Int64(step) * token_bytes, token_bytes, arrival)
         to_scales = base + plan.scales_offset + at * (4 * plan.shape.room)
-        copy(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, arrival)
+        copy_bulk(to_scales, scales + Int64(step) * scale_bytes, scale_bytes, arrival)
         stage = following(stage, plan.shape.stages, stages)
     return stage
 
@@ -218,8 +219,12 @@ def gather(
             arrival = Int32(barrier.toint())
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, CODE_BYTES + SHIFT_BYTES)
-                copy(base + plan.codes_offset + at * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, arrival)
-                copy(base + plan.shifts_offset + at * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, arrival)
+                copy_bulk(
+                    base + plan.codes_offset + at * CODE_BYTES, codes + Int64(step) * CODE_BYTES, CODE_BYTES, arrival
+                )
+                copy_bulk(
+                    base + plan.shifts_offset + at * SHIFT_BYTES, shifts + step * SHIFT_BYTES, SHIFT_BYTES, arrival
+                )
             for i in cutlass.range_constexpr(plan.shape.slots // SLOTS_AT_ONCE):
                 slot = i * SLOTS_AT_ONCE + lane // (STEP // 16)
                 if slot < slots:
@@ -244,18 +249,6 @@ def of_source(begin: Int64, source: Int32, row_bytes: Int64, num_bytes: int) -> 
     exists = source >= 0
     address = begin + Int64(source) * row_bytes
     return cutlass.select_(exists, address, begin), cutlass.select_(exists, Int32(num_bytes), Int32(0))
-
-
-def copy(shared: Int32, address: Int64, num_bytes: Int32 | int, barrier: Int32) -> None:
-    """Starts a bulk copy to shared memory, whose bytes arrive at a barrier."""
-    ptx.asm(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        [],
-        shared,
-        address,
-        Int32(num_bytes),
-        barrier,
-    )
 
 
 @cute.jit

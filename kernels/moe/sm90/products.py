@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsv4_kernels.device import ptx
+from dsv4_kernels.device.wgmma import prepared
 from dsv4_kernels.moe.sm90.weights import STEP, UNIT_BYTES
 
 PRODUCTS = STEP // 32
@@ -126,23 +127,6 @@ def multiply_and_convert(
 def columns_of(slots: int) -> int:
     """Slots of a piece: the fewest pieces, at least two, of whole groups of eight slots and at most MOST_COLUMNS."""
     return next(slots // n for n in range(2, slots) if slots % (8 * n) == 0 and slots // n <= MOST_COLUMNS)
-
-
-def prepared(tokens: str) -> list[str]:
-    """PTX lines before the first of `started`: predicates, and the descriptor of the tokens."""
-    # Start address in units of 16 bytes; 1,024 bytes between groups of 8 rows; swizzle of 128 bytes.
-    descriptor = (1 << 62) | (8 * STEP // 16 << 32) | (1 << 16)
-    return [
-        ".reg .b64 at, b;",
-        ".reg .b32 zero;",
-        ".reg .pred add_none, add;",
-        "mov.b32 zero, 0;",
-        "setp.ne.b32 add_none, zero, 0;",
-        "setp.eq.b32 add, zero, 0;",
-        f"cvt.u64.u32 at, {tokens};",
-        "shr.u64 at, at, 4;",
-        f"or.b64 at, at, {descriptor:#x};",
-    ]
 
 
 def started(outs: list[str], columns: int, first_slot: int) -> list[str]:

@@ -15,6 +15,7 @@ from cutlass import Int32, Int64
 
 from dsv4_kernels.device import dependent_launch, ptx
 from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch, sync_threads
+from dsv4_kernels.device.warp import prefix_sum
 from dsv4_kernels.host.joint_launch import CHAIN_THREADS, Part
 from dsv4_kernels.host.launch import load_launcher
 from dsv4_kernels.moe.sm90.plan import WARP, TileField
@@ -153,12 +154,12 @@ def list_tiles(args: Arguments, expert: Int32, first_group: Int32, groups: Int32
 def sums_before(shared: Int32, thread: Int32, own: tuple, threads: cutlass.Constexpr[int | None]) -> tuple:
     """(sums over all lower threads, sums over all threads) of the SUMS numbers that each thread has."""
     lane, warp = thread % WARP, thread // WARP
-    inclusive = tuple(sum_of_lanes_up_to(x, lane) for x in own)
+    inclusive = tuple(prefix_sum(x, lane) for x in own)
     if lane == WARP - 1:
         for i in cutlass.range_constexpr(SUMS):
             ptx.store_shared_u32(shared + (i * WARP + warp) * 4, inclusive[i])
     sync_threads(threads)
-    of_warps = tuple(sum_of_lanes_up_to(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
+    of_warps = tuple(prefix_sum(load_shared_i32(shared + (i * WARP + lane) * 4), lane) for i in range(SUMS))
     before = tuple(
         inclusive[i]
         - own[i]
@@ -166,16 +167,6 @@ def sums_before(shared: Int32, thread: Int32, own: tuple, threads: cutlass.Const
         for i in range(SUMS)
     )
     return before, tuple(cute.arch.shuffle_sync(x, WARP - 1) for x in of_warps)
-
-
-def sum_of_lanes_up_to(x: Int32, lane: Int32) -> Int32:
-    """The sum over this lane and all lower lanes."""
-    step = 1
-    while step < WARP:
-        other = cute.arch.shuffle_sync_up(x, step, mask_and_clamp=0)
-        x = x + cutlass.select_(lane >= step, other, Int32(0))
-        step *= 2
-    return x
 
 
 def load_shared_i32(address: Int32) -> Int32:

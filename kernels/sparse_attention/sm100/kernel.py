@@ -35,6 +35,7 @@ from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import typed
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
 from dsv4_kernels.sparse_attention.sm100.barriers import of_first_cta, sync_all, wait_for_tile
@@ -42,6 +43,7 @@ from dsv4_kernels.sparse_attention.sm100.epilogue import finish_work_tile
 from dsv4_kernels.sparse_attention.sm100.gather import load_row, row_addresses, row_bits, store_row
 from dsv4_kernels.sparse_attention.sm100.mma import multiply_scores, multiply_values
 from dsv4_kernels.sparse_attention.sm100.plan import (
+    BUFFERS,
     FEW_TILES,
     GATHER_GROUPS,
     HALF_DIM,
@@ -110,7 +112,7 @@ def attention_kernel(
                 prims.mbarrier_init(barriers + (Barrier.FULL + stage), WARPS_OF_GROUP)
                 prims.mbarrier_init(barriers + (Barrier.ALL_FULL + stage), WARPS_OF_GROUP * plan.ctas)
                 prims.mbarrier_init(barriers + (Barrier.PV_DONE + stage), 1)
-            for buffer in cutlass.range_constexpr(2):
+            for buffer in cutlass.range_constexpr(BUFFERS):
                 prims.mbarrier_init(barriers + (Barrier.S_READY + buffer), 1)
                 prims.mbarrier_init(barriers + (Barrier.P_READY + buffer), WARPS_OF_GROUP * plan.ctas)
             prims.mbarrier_init(barriers + Barrier.Q_READY, WARPS_OF_GROUP * plan.ctas)
@@ -181,7 +183,7 @@ def gather_rows(
         data_1, scales_1, exists_1 = row_addresses(work_tile, work_tile.first_tile + begin, row_1, a, fp8)
         for tile in cutlass.range(begin, work_tile.num_tiles, GATHER_GROUPS):
             count = before + tile
-            stage = count % plan.stages
+            stage = stage_of(count, plan.stages).index
             target = smem + (Smem.KV + stage * plan.stage_bytes)
             loads_0 = load_row(data_0, scales_0, quarter, fp8, blocks)
             if cutlass.const_expr(fp8):  # bf16 rows have twice the bytes: one row at a time in registers
@@ -298,6 +300,7 @@ def softmax_of_work_tile(
     row_max, row_sum = Float32(-math.inf), Float32(0.0)
     for tile in cutlass.range(work_tile.num_tiles):
         count = before + tile
+        buffer = stage_of(count, BUFFERS).index
         scores = scores_of_tile(a, smem, barriers, tmem, thread, warp, half, count, plan)
         largest = largest_of(scores)
         largest = cutlass.max(largest, exchanged(smem + Smem.ROW_MAX, thread, largest))
@@ -315,9 +318,9 @@ def softmax_of_work_tile(
             wait_for_tile(barriers, Barrier.PV_DONE, count - 2, plan)
         subtracted = finite(row_max)
         weights = [cute.arch.exp2(score - subtracted) for score in scores]
-        row_sum = row_sum * factor + store_weights(smem, weights, head_row, half, count % 2)
+        row_sum = row_sum * factor + store_weights(smem, weights, head_row, half, buffer)
         prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
         prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-        arrive(of_first_cta(barriers + (Barrier.P_READY + count % 2), plan))
+        arrive(of_first_cta(barriers + (Barrier.P_READY + buffer), plan))
     row_sum = row_sum + exchanged(smem + Smem.ROW_SUMS, thread, row_sum)
     return RowState(row_max, row_sum)

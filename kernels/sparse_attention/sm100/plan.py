@@ -40,6 +40,8 @@ STEPS_PER_BLOCK = SWIZZLE_CHANNELS // MMA_K
 HALF_DIM = ROW_DIM // 2
 HALF_KEYS = TILE_KEYS // 2
 TILES_PER_STEP = STEP_KEYS // TILE_KEYS
+BUFFERS = 2
+"""Buffers of S, and of P, which successive key tiles use in turns."""
 
 
 class Tmem:
@@ -50,7 +52,7 @@ class Tmem:
 
     O = 0  # noqa: E741 - fp32; Plan.channel says which channels
     Q = 256  # bf16 pairs; channels 256 * (l // 64) + 2 * column
-    S = 384  # fp32, 2 buffers of 64 keys; lanes 0-63 and 64-127 are summands
+    S = 384  # fp32, BUFFERS of 64 keys; lanes 0-63 and 64-127 are summands
     S_COLUMNS = TILE_KEYS
     COLUMNS = 512
 
@@ -59,8 +61,8 @@ class Smem:
     """Byte offsets in shared memory."""
 
     KV = 0  # [Plan.stages][Plan.blocks][64 keys][64 channels] bf16, swizzled; Plan.block_offset
-    P = KV + KV_BYTES  # [2][64 heads][64 keys] bf16, swizzled
-    EXCHANGE = P + 2 * P_BYTES  # [8][128 threads][4] fp32: summands of S
+    P = KV + KV_BYTES  # [BUFFERS][64 heads][64 keys] bf16, swizzled
+    EXCHANGE = P + BUFFERS * P_BYTES  # [8][128 threads][4] fp32: summands of S
     ROWS = (
         EXCHANGE + 128 * HALF_KEYS * 4
     )  # [Plan.stages][4 warps] int32: a bit for each of 16 rows, 0 for a hole: `row_bits`
@@ -127,8 +129,8 @@ class Barrier(IntEnum):
     FULL = 0  # [stages] a key tile is in this CTA's stage
     ALL_FULL = 6  # [stages] a key tile is in the stages of both CTAs of a pair: the first CTA's barrier
     PV_DONE = 12  # [stages] P V of the stage's key tile is in O; the stage and P's buffer are free
-    S_READY = 18  # [2] S of a key tile is in tensor memory
-    P_READY = 20  # [2] P of all CTAs is in shared memory: the first CTA's barrier
+    S_READY = 18  # [BUFFERS] S of a key tile is in tensor memory
+    P_READY = 20  # [BUFFERS] P of all CTAs is in shared memory: the first CTA's barrier
     Q_READY = 22  # Q of all CTAs is in tensor memory: the first CTA's barrier
     COUNT = 23
 

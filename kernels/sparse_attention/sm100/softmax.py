@@ -9,11 +9,13 @@ from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device.mbarrier import arrive, wait
+from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import load_words, store_words, typed
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, as_float, load_tmem, tmem_columns
 from dsv4_kernels.sparse_attention.sm100.barriers import of_first_cta, softmax_barrier, wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.plan import (
     ALL_ROWS,
+    BUFFERS,
     CHUNK,
     GROUP_THREADS,
     HALF_DIM,
@@ -97,10 +99,11 @@ def scores_of_tile(
     Each half of the lanes has one summand of the scores of all 64 keys; it keeps the summands of its own 32 keys and
     passes the others to the other half through shared memory.
     """
-    wait(barriers, Barrier.S_READY + count % 2, count // 2 & 1)
+    buffer, stage = stage_of(count, BUFFERS), stage_of(count, plan.stages)
+    wait(barriers, Barrier.S_READY + buffer.index, buffer.phase)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     wait_for_tile(barriers, Barrier.FULL, count, plan)  # returns at once; acquires the row bits
-    column = Tmem.S + count % 2 * Tmem.S_COLUMNS
+    column = Tmem.S + buffer.index * Tmem.S_COLUMNS
     others = load_tmem(tmem_columns(tmem, warp, column + (1 - half) * HALF_KEYS, Int32), HALF_KEYS)
     own = load_tmem(tmem_columns(tmem, warp, column + half * HALF_KEYS, Int32), HALF_KEYS)
     prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
@@ -108,7 +111,7 @@ def scores_of_tile(
     for chunk in range(HALF_KEYS // 4):
         store_words(exchange + (chunk * GROUP_THREADS + thread) * 4, others[chunk * 4 : chunk * 4 + 4])
     softmax_barrier()
-    rows = typed(smem + (Smem.ROWS + count % plan.stages * ROW_BITS_BYTES + half * (ROW_BITS_BYTES // 2)), Int32)
+    rows = typed(smem + (Smem.ROWS + stage.index * ROW_BITS_BYTES + half * (ROW_BITS_BYTES // 2)), Int32)
     bits = rows.load(count=2, alignment=8)
     scores = []
     for chunk in range(HALF_KEYS // 4):

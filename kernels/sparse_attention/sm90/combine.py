@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.device import ptx
+from dsv4_kernels.device.warp import prefix_sum
 from dsv4_kernels.sparse_attention.sm90.barriers import sync
 from dsv4_kernels.sparse_attention.sm90.epilogue import first_channel, inverse_sums_of_warp, load_sink
 from dsv4_kernels.sparse_attention.sm90.partials import (
@@ -47,7 +48,6 @@ from dsv4_kernels.sparse_attention.sm90.tile_scheduler import (
     divide_token,
     steps_of_sub_split,
     tiles_per_sub_split,
-    warp_prefix_sum,
 )
 
 COLUMN_BYTES = CONSUMER_THREADS * 16
@@ -89,7 +89,7 @@ def list_partials(
             mine = Int32(0)
         # A KV split that is one partial result needs no mark: merging it into an empty result first changes no bit.
         marks = begins & ((splits.sub_splits != 1) | (sub_split == 0))
-        total = warp_prefix_sum(mine, lane)
+        total = prefix_sum(mine, lane)
         number = slot_of_tile(first + sub_split * tiles_per_sub_split(config, args))
         place = Int32(0)
         while place < mine:

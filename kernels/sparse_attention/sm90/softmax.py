@@ -232,7 +232,7 @@ def rescale_out(
 
 
 def clear_partial(row_max: cute.Tensor, row_sum: cute.Tensor, values: cute.Tensor) -> None:
-    """Sets a partial result to that of no keys."""
+    """Sets a partial result to the result of no keys."""
     row_max.fill(NO_ROW_MAX)
     row_sum.fill(0.0)
     values.fill(0.0)

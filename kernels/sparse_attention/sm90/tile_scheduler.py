@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from dsv4_kernels.device import ptx
+from dsv4_kernels.device.warp import prefix_sum
 from dsv4_kernels.sparse_attention.sm90.plan import (
     HALF_GROUPS,
     HEADS,
@@ -405,7 +406,7 @@ def store_starts(
     before, base = Int32(0), Int32(0)
     while base < args.num_tokens:
         token = base + lane
-        before += warp_prefix_sum(sub_splits_of_token(config, args, token, sub_split_steps), lane)
+        before += prefix_sum(sub_splits_of_token(config, args, token, sub_split_steps), lane)
         if token < args.num_tokens:
             (starts + token + 1).store(before)
         before = cute.arch.shuffle_sync(before, 31)
@@ -413,13 +414,3 @@ def store_starts(
     if lane == 0:
         starts.store(Int32(0))
     return before
-
-
-@cute.jit
-def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
-    """The sum of x over the lanes of the warp from lane 0 to this lane."""
-    for i in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(x, offset=1 << i, mask_and_clamp=0)
-        if lane >= (1 << i):
-            x += other
-    return x

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SECONDS = "SGLANG_DSV4_GRAMMAR_SECONDS"
 DEFAULT_SECONDS = 30
 NICE = 5
-"""Added to the niceness of a thread that compiles, and of the threads that it starts."""
+"""Number added to the niceness of a thread that compiles, and of the threads that it starts."""
 MOST_KEPT = 16
 """Grammars that are kept for a request that sends them again, of those that were compiled after their requests had been
 refused."""

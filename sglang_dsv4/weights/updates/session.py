@@ -456,6 +456,6 @@ def _close(manager: SchedulerWeightUpdaterManager) -> None:
 
 
 def _unchanged(error: str) -> str:
-    message = f"{error}. The weights are those of before."
+    message = f"{error}. The old weights stay."
     logger.error(message)
     return message

@@ -20,7 +20,17 @@ from ptx_emulator.device.recording import Recording, program_of
 from ptx_emulator.device.tensor_map import ElementType, Swizzle
 from ptx_emulator.dsl.session import emulated, run_ptx
 from ptx_emulator.errors import EmulationError, ErrorKind, UnknownInstruction
-from ptx_emulator.program import Checks, Launch, MemoryMap, Options, Program, launch, launch_together
+from ptx_emulator.program import (
+    Checks,
+    Launch,
+    Loaded,
+    MemoryMap,
+    Options,
+    Program,
+    launch,
+    launch_kernels,
+    launch_together,
+)
 from ptx_emulator.report import B200, H200, Report
 
 __all__ = [
@@ -32,6 +42,7 @@ __all__ = [
     "EmulationError",
     "ErrorKind",
     "Launch",
+    "Loaded",
     "MemoryMap",
     "Options",
     "Program",
@@ -42,6 +53,7 @@ __all__ = [
     "UnknownInstruction",
     "emulated",
     "launch",
+    "launch_kernels",
     "launch_together",
     "program_of",
     "run_ptx",

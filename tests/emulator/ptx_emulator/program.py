@@ -124,8 +124,18 @@ class MemoryMap:
 
 
 @dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A kernel, and what all of its launches have in common (`launch_kernels`)."""
+
+    program: Program
+    name: str
+    cluster: Dims = (1, 1, 1)
+    dynamic_smem_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
-    """One of several launches of a kernel that run side by side (`launch_together`)."""
+    """One of several launches that run side by side (`launch_together`, `launch_kernels`)."""
 
     grid: Dims
     block: Dims
@@ -135,16 +145,30 @@ class Launch:
     """See `launch`."""
     late: bool = False
     """The GPU starts nothing while any other GPU can do anything but wait."""
+    kernel: int = 0
+    """Place of its kernel among those of `launch_kernels`."""
+
+
+class _ProgramArguments(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("program", ctypes.c_void_p),
+        ("dynamic_smem", ctypes.c_uint64),
+        ("cluster", ctypes.c_uint32 * 3),
+        ("pad", ctypes.c_uint32),
+        ("counts", ctypes.c_void_p * 3),
+    ]
 
 
 class _GridArguments(ctypes.Structure):
     _fields_: ClassVar = [
         ("device", ctypes.c_uint32),
         ("dependent", ctypes.c_uint32),
+        ("program", ctypes.c_uint32),
         ("size", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("late", ctypes.c_uint32),
         ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_uint64),
         ("left_out_from", ctypes.c_uint64),
         ("left_out_to", ctypes.c_uint64),
     ]
@@ -152,14 +176,13 @@ class _GridArguments(ctypes.Structure):
 
 class _LaunchArguments(ctypes.Structure):
     _fields_: ClassVar = [
-        ("cluster", ctypes.c_uint32 * 3),
-        ("schedule", ctypes.c_uint32),
-        ("dynamic_smem", ctypes.c_uint64),
+        ("schedule", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("max_instructions", ctypes.c_uint64),
+        ("programs", ctypes.POINTER(_ProgramArguments)),
+        ("program_count", ctypes.c_uint64),
         ("grids", ctypes.POINTER(_GridArguments)),
         ("grid_count", ctypes.c_uint64),
-        ("params_bytes", ctypes.c_uint64),
         ("ranges", ctypes.c_void_p),
         ("range_names", ctypes.c_void_p),
         ("range_count", ctypes.c_uint64),
@@ -177,7 +200,7 @@ class _LaunchResult(ctypes.Structure):
         ("line", ctypes.c_int32),
         ("warp", ctypes.c_int32),
         ("cta", ctypes.c_uint32 * 3),
-        ("pad", ctypes.c_uint32),
+        ("program", ctypes.c_uint32),
         ("counters", ctypes.c_double * 16),
     ]
 
@@ -340,56 +363,83 @@ def launch_together(
 
     The launches of a GPU run one after the other, those of different GPUs side by side, on one memory.
     """
+    (report,) = launch_kernels([Loaded(program, kernel, cluster, dynamic_smem_bytes)], launches, memory, options)
+    return report
+
+
+def launch_kernels(
+    loaded: Sequence[Loaded],
+    launches: Sequence[Launch],
+    memory: MemoryMap | None = None,
+    options: Options | None = None,
+) -> list[Report]:
+    """Runs launches of several kernels as `launch_together`; returns a report for each kernel.
+
+    Bytes, products and cycles are counted for all kernels together, in the first report.
+    """
     options = options or Options()
-    k = program.kernel(kernel)
+    kernels = [one.program.kernel(one.name) for one in loaded]
+    counts = [[(ctypes.c_uint64 * max(1, len(k.instructions)))() for _ in range(3)] for k in kernels]
+    programs = (_ProgramArguments * len(loaded))()
+    for p, one, k, count in zip(programs, loaded, kernels, counts, strict=True):
+        p.program, p.dynamic_smem, p.cluster[:] = k.handle, one.dynamic_smem_bytes, one.cluster
+        p.counts[:] = [ctypes.addressof(c) for c in count]
     buffers = []
     grids = (_GridArguments * len(launches))()
     for g, one in zip(grids, launches, strict=True):
-        _check_shape(k, one.grid, one.block, cluster, dynamic_smem_bytes)
+        k, of = kernels[one.kernel], loaded[one.kernel]
+        _check_shape(k, one.grid, one.block, of.cluster, of.dynamic_smem_bytes)
         data = _pack_params(k, one.params)
         # Tensor maps among the parameters are read in place and must be 64-byte aligned.
         buffers.append(ctypes.create_string_buffer(len(data) + 256))
         g.params = -(-ctypes.addressof(buffers[-1]) // 128) * 128
         ctypes.memmove(g.params, data, len(data))
-        g.device, g.dependent, g.late = one.gpu, one.dependent, one.late
+        g.device, g.dependent, g.program, g.late = one.gpu, one.dependent, one.kernel, one.late
+        g.params_bytes = k.param_bytes
         g.size[:], g.block[:] = one.grid, one.block
-        g.left_out_from, g.left_out_to = _left_out(one.grid, cluster, options.ends)
+        g.left_out_from, g.left_out_to = _left_out(one.grid, of.cluster, options.ends)
 
-    ranges = [*(memory.merged() if memory is not None else []), *program.global_ranges()]
+    ranges = list(memory.merged() if memory is not None else [])
+    for program in {id(one.program): one.program for one in loaded}.values():
+        ranges += program.global_ranges()
     flat = [x for begin, end, _, writable, constant in ranges for x in (begin, end, writable + 2 * constant)]
     range_array = (ctypes.c_uint64 * max(1, len(flat)))(*flat)
     name_array = (ctypes.c_char_p * max(1, len(ranges)))(*[r[2].encode() for r in ranges])
     a = _LaunchArguments()
-    a.cluster[:] = cluster
-    a.schedule, a.seed = SCHEDULES[options.schedule], options.seed
-    a.dynamic_smem, a.max_instructions = dynamic_smem_bytes, options.max_instructions
-    a.grids, a.grid_count, a.params_bytes = grids, len(launches), k.param_bytes
+    a.schedule, a.seed, a.max_instructions = SCHEDULES[options.schedule], options.seed, options.max_instructions
+    a.programs, a.program_count = programs, len(programs)
+    a.grids, a.grid_count = grids, len(launches)
     a.ranges = ctypes.cast(range_array, ctypes.c_void_p)
     a.range_names = ctypes.cast(name_array, ctypes.c_void_p)
     a.range_count, a.check_global = len(ranges), int(memory is not None)
     a.track_order = int(options.checks.order)
-    a.multiprocessors = rates_of(k.target).sms
+    a.multiprocessors = rates_of(kernels[0].target).sms
     for kind in ErrorKind:
         a.level[kind] = _LEVELS[getattr(options.checks, kind.name, "error")]
 
-    n = len(k.instructions)
-    counts = [(ctypes.c_uint64 * max(1, n))() for _ in range(3)]
     result = _LaunchResult()
     lib = _core()
-    lib.emu_launch(k.handle, ctypes.byref(a), ctypes.byref(result), *counts)
+    lib.emu_launch(ctypes.byref(a), ctypes.byref(result))
     if result.failed:
-        raise _error(k, result, lib.emu_message().decode(errors="replace"))
-    return make_report(
-        k,
-        launches[0].grid if len(launches) == 1 else (sum(math.prod(one.grid) for one in launches), 1, 1),
-        launches[0].block,
-        cluster,
-        list(result.counters),
-        [list(c) for c in counts],
-        lib.emu_warnings().decode(errors="replace"),
-        lib.emu_shapes().decode(),
-        footprint=sum(end - begin for begin, end, *_ in ranges),
-    )
+        raise _error(kernels[result.program], result, lib.emu_message().decode(errors="replace"))
+    warnings = [line.split("\t", 1) for line in lib.emu_warnings().decode(errors="replace").splitlines()]
+    reports = []
+    for number, (one, k, count) in enumerate(zip(loaded, kernels, counts, strict=True)):
+        own = [launch for launch in launches if launch.kernel == number]
+        reports.append(
+            make_report(
+                k,
+                own[0].grid if len(own) == 1 else (sum(math.prod(launch.grid) for launch in own), 1, 1),
+                own[0].block,
+                one.cluster,
+                [0.0 if number else x for x in result.counters],
+                [list(c) for c in count],
+                "\n".join(text for program, text in warnings if int(program) == number),
+                "" if number else lib.emu_shapes().decode(),
+                footprint=sum(end - begin for begin, end, *_ in ranges),
+            )
+        )
+    return reports
 
 
 def _left_out(grid: Dims, cluster: Dims, ends: tuple[int, int] | None) -> tuple[int, int]:

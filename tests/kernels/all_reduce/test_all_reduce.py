@@ -19,8 +19,7 @@ from ops.row_kernels import ARCH, KERNELS
 from torch import Tensor
 
 from dsv4_kernels.all_reduce import all_reduce, gpu
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import BUFFERS, MOST_CHANNELS, MOST_RANKS, VECTOR_BYTES, Plan
+from dsv4_kernels.host.mailboxes import BUFFERS, MOST_CHANNELS, MOST_RANKS, VECTOR_BYTES, Mailboxes, Plan
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
@@ -162,7 +161,7 @@ def test_may_begin_early() -> None:
 
 
 def test_what_is_refused() -> None:
-    boxes = Mailboxes(None, 0, Plan.of(2, 64), (0, 0), *(torch.zeros(2, dtype=torch.int32),) * 3, 1)
+    boxes = Mailboxes(None, 0, Plan.of(2, 64), (0, 0), *(torch.zeros(2, dtype=torch.int32),) * 3, 1, 16)
     for part in (torch.zeros(4, 8, dtype=torch.float16), torch.zeros(8, 4, dtype=torch.bfloat16).T):
         with pytest.raises(ValueError, match="expected contiguous bf16 or fp32"):
             all_reduce(part, boxes)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cuda.bindings", reason="CUDA's bindings are not installed")
 
 from dsv4_kernels.all_reduce import gpu, peer_memory
-from dsv4_kernels.all_reduce.plan import MOST_THREADS
+from dsv4_kernels.host.mailboxes import MOST_THREADS
 
 SUCCESS, FAILURE = (peer_memory.runtime.cudaError_t(code) for code in (0, 217))  # 217: peer access is not supported
 HANDLE = bytes(range(64))

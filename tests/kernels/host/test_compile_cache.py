@@ -9,6 +9,7 @@ the emulator cannot replace it in that process. Loaded kernels are compared with
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import logging
 import os
@@ -106,6 +107,31 @@ def test_another_configuration_architecture_source_or_environment_is_another_ker
     assert len(objects(folder)) == 6
 
 
+def test_users_with_other_folders_of_the_dsl_and_another_log_share_a_kernel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Counted(Config(2), "sm_90a").get()
+    for name in compile_cache._SAME_CODE:
+        monkeypatch.setenv(name, "/home/b/.cache/flashinfer/cute_dsl")
+    compile_cache._in_memory.clear()
+    again = Counted(Config(2), "sm_90a")
+    again.get()
+    assert again.compilations == 0 and len(objects(folder)) == 1
+
+
+def test_variables_that_do_not_count_do_not_change_the_code() -> None:
+    """CuTe DSL declares for each setting whether the code depends on it."""
+    env_manager = importlib.import_module("cutlass.base_dsl.env_manager")
+    settings = vars(env_manager.EnvironmentVarManager)
+    of_dsl = {
+        f"CUTE_DSL_{setting.source}": setting.affects_compile
+        for setting in settings.values()
+        if isinstance(setting, env_manager.EnvVar) and isinstance(setting.source, str)
+    }
+    assert of_dsl["CUTE_DSL_LINEINFO"]
+    assert not any(of_dsl.get(name, False) for name in compile_cache._SAME_CODE)
+
+
 def test_the_source_hash_covers_every_file_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel takes constants from other files than its own."""
     for name, text in (("host/compile_cache.py", "a"), ("sparse_attention/sm90/launch.py", "b"), ("kv_layout.py", "c")):
@@ -181,7 +207,7 @@ def test_a_function_that_does_not_export_works_all_the_same(
     assert "is not kept: no symbols" in caplog.text and not objects(folder)
 
 
-def test_what_nobody_has_loaded_for_long_is_deleted(folder: Path) -> None:
+def test_a_kernel_that_no_process_has_loaded_for_long_is_deleted(folder: Path) -> None:
     old, used, new = (Counted(Config(factor=factor)) for factor in (2, 3, 4))
     old.get()
     used.get()

@@ -224,6 +224,7 @@ print(json.dumps([done, [origin.source for origin in compile_cache.origins()]]))
 """
 
 
+@pytest.mark.slow
 def test_real_kernels_of_two_ranks(folder: Path) -> None:
     """Workers compile without a GPU for a named architecture; a process that names none finds their kernels."""
     env = {name: value for name, value in os.environ.items() if name != compile_cache.ARCH_VARIABLE}

@@ -94,7 +94,9 @@ def boundary(
 
 @pytest.mark.usefixtures("compiled_here", "nan_memory")
 @pytest.mark.parametrize(
-    ("num_tokens", "tokens", "teams", "fp8"), [(1, 1, 1, True), (35, 8, 2, False)], ids=["alone-codes", "teams"]
+    ("num_tokens", "tokens", "teams", "fp8"),
+    [pytest.param(1, 1, 1, True, marks=pytest.mark.slow), (35, 8, 2, False)],
+    ids=["alone-codes", "teams"],
 )
 def test_both_architectures_run_one_program(num_tokens: int, tokens: int, teams: int, fp8: bool) -> None:
     """Blackwell's PTX equals Hopper's except for the target."""
@@ -361,7 +363,7 @@ def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
     check_boundary(out, i)
 
 
-@pytest.mark.parametrize("d", [4096, 7168], ids=["flash", "pro"])
+@pytest.mark.parametrize("d", [4096, pytest.param(7168, marks=pytest.mark.slow)], ids=["flash", "pro"])
 def test_the_models_widths(arch: str, d: int) -> None:
     """Right results; and the compiler's numbers for many tokens match the plan, with one team and with several:
     registers and shared memory for the planned CTAs of a multiprocessor. 28 words of a thread may be on the stack, of

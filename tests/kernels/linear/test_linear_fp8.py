@@ -52,7 +52,7 @@ CASES = {
     "t7": (32, 7, 104, 640, 132, {}),
     "t8": (32, 8, 8, 256, 132, {}),
     "t9": (32, 9, 72, 384, 132, {}),
-    "t16-last-tile-is-nobody-s": (64, 16, 320, 256, 132, {}),
+    "t16-last-tile-is-empty": (64, 16, 320, 256, 132, {}),
     "t17": (16, 17, 24, 1152, 132, {}),
     "t33-more-steps-than-stages": (32, 33, 72, 2432, 132, {}),
     "t64": (64, 64, 200, 1280, 132, {}),
@@ -84,7 +84,7 @@ def test_it_may_begin_early() -> None:
         test_it_multiplies(CASES["persistent-clusters"])
 
 
-def test_a_tile_of_nobody_s_is_not_looked_up() -> None:
+def test_an_empty_tile_is_not_looked_up() -> None:
     """Two of a cluster's four CTAs have no rows and no scales: the memory after this weight's scales is not
     allocated."""
     o = operands(20, 128, 256)

@@ -135,7 +135,7 @@ def assert_topk(weights: Tensor, experts: Tensor, logits: Tensor, bias: Tensor, 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(256, 6), (384, 6), (8, 3), (40, 8)], ids=str)
 def test_the_kernel_chooses_by_score(kernel: str, num_experts: int, top_k: int, schedule: str) -> None:
     """Logits of all sizes in rows of a wider tensor. Except with 384 experts all sums are negative: there an expert
-    behind the last one, with zeros for logit and bias, would be the best."""
+    after the last one, with zeros for logit and bias, would be the best."""
     logits = (normal(11, num_experts + 5, seed=5) * torch.logspace(-3, 1, 11)[:, None])[:, 3:-2]
     bias = normal(num_experts, seed=6) * 0.2 - (0.0 if num_experts == 384 else 10.0)
     weights, experts = call("router", kernel, "_topk", logits, bias, top_k, 1.5, schedule=schedule)

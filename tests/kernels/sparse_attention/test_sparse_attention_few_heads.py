@@ -236,7 +236,7 @@ def test_whole_tokens_are_computed_by_as_many_ctas_as_find_room() -> None:
         assert device.reports[0].grid == grid
 
 
-def test_nobody_can_wait_for_a_cta_that_has_not_begun() -> None:
+def test_no_cta_waits_for_a_cta_that_may_not_have_begun() -> None:
     """CTAs synchronise only within clusters, which start together: no counters, flags or polling in global memory."""
     from ptx_emulator import emulated
 

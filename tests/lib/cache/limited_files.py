@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+from cache.records import random_record
 from torch import Tensor
 
 from sglang_dsv4.cache.disk_limit import SUFFIXES, DiskLimit, DiskOptions
@@ -20,7 +20,7 @@ def key(i: int, suffix: str = ".page") -> str:
 
 
 def record(seed: int) -> Tensor:
-    return torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return random_record(seed, BYTES)
 
 
 def limited(root: Path, files: int, **options: object) -> RecordFiles:

@@ -29,6 +29,19 @@ STEPS = [
     ("KV memory, all pools, bytes a token", "memory", 1, "kv_bytes_per_token"),
 ]
 
+FULL_SIZE = [
+    SERVED[0],
+    ("decode, 4 requests, tok/s", "decode", 4, "tok_s"),
+    *SERVED[1:],
+    *((f"8K in, 1K out, {n} requests, tok/s a GPU", "8k_1k", n, "tok_s_a_gpu") for n in (1, 16, 64, 256)),
+    ("DSpark, 5.45 tokens a step, 1 request: a step, ms", "decode_dspark_5.45", 1, "step_ms"),
+    ("DSpark, 1 request: a token, ms", "8k_1k_dspark_5.45", 1, "tpot_p50"),
+    *(
+        (f"DSpark, 8K in, 1K out, {n} requests, tok/s a GPU", "8k_1k_dspark_5.45", n, "tok_s_a_gpu")
+        for n in (1, 16, 64, 256)
+    ),
+]
+
 
 def served(*parts: tuple[str, list[tuple[str, str, int, str]]]) -> str:
     """Both servers and their ratio: for each file, each (label, work, requests, metric) that it has."""
@@ -42,6 +55,46 @@ def served(*parts: tuple[str, list[tuple[str, str, int, str]]]) -> str:
                     yield [label, whole(row["ours"]), whole(row["builtin"]), f"{row['ratio']:.2f}"]
 
     return markdown(("", "ours", "built-in", "ratio"), rows())
+
+
+def best_of_builtin(name: str) -> str:
+    """Ours and, in each row, the contender of the built-in that is the best there, with its name."""
+    found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in load(name)["rows"]:
+        if row["of_ours"] == "ours" and row["ratio"] is not None:
+            found.setdefault((row["work"], row["requests"], row["metric"]), []).append(row)
+
+    def rows() -> Iterator[list[str]]:
+        for label, *key in FULL_SIZE:
+            if tuple(key) in found:
+                best = min(found[tuple(key)], key=lambda row: row["ratio"])
+                figures = (
+                    f"{best[who]:,.2f}" if best["ours"] < 100 else whole(best[who]) for who in ("ours", "builtin")
+                )
+                parts = best["contender"].removeprefix("builtin").removeprefix("+").replace("_", " ").replace("+", ", ")
+                yield [label, *figures, parts, f"{best['ratio']:.2f}"]
+
+    return markdown(("", "ours", "built-in", "its best", "ratio"), rows())
+
+
+def variants_of_ours(name: str) -> str:
+    """Ours by default, and each of its variants over it: above 1 where the variant is better."""
+    found: dict[tuple[str, int, str], dict[str, float]] = {}
+    for row in load(name)["rows"]:
+        found.setdefault((row["work"], row["requests"], row["metric"]), {})[row["of_ours"]] = row["ours"]
+    names = list(dict.fromkeys(of for row in found.values() for of in row if of != "ours"))
+
+    def rows() -> Iterator[list[str]]:
+        for label, work, requests, metric in FULL_SIZE:
+            row = found.get((work, requests, metric), {})
+            if "ours" in row and len(row) > 1 and "tok_s" in metric:
+                yield [
+                    label,
+                    whole(row["ours"]),
+                    *(f"{row[of] / row['ours']:.2f}" if of in row else "" for of in names),
+                ]
+
+    return markdown(("", "ours", *(of.removeprefix("ours+").replace("_", " ") for of in names)), rows())
 
 
 def churn_sweep() -> str:

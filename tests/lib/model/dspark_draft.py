@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from model.harness import Harness, Request, _load_runner
+from model.harness import Harness, Request
 from torch import Tensor
 
 
@@ -14,23 +14,9 @@ class DSparkDraft:
     """The draft of a harness with `speculative_algorithm="DSPARK"`; request slots are the harness's."""
 
     def __init__(self, harness: Harness) -> None:
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.runtime_context import get_spec
         from sglang.srt.speculative.dspark_components.dspark_kv_inject import TargetHiddenKvInjector
 
-        self.harness, target = harness, harness.runner
-        with harness._active():
-            config = ModelConfig.from_server_args(
-                harness.server_args, model_path=get_spec().speculative_draft_model_path, is_draft_model=True
-            )
-            self.runner = _load_runner(
-                harness.server_args,
-                config,
-                is_draft_worker=True,
-                req_to_token_pool=target.req_to_token_pool,
-                token_to_kv_pool_allocator=target.token_to_kv_pool_allocator,
-                memory_pool_config=target.memory_pool_config,
-            )
+        self.harness, self.runner, target = harness, harness.draft_runner(), harness.runner
         self.model, self.pool, self.backend = self.runner.model, self.runner.token_to_kv_pool, self.runner.attn_backend
         self.model.attach_shared_modules(embed_tokens=target.model.get_input_embeddings(), lm_head=target.model.lm_head)
         self.injector = TargetHiddenKvInjector(

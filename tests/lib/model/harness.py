@@ -320,6 +320,24 @@ class Harness:
             step += 1
         return [torch.cat(parts) for parts in logits]
 
+    def draft_runner(self) -> Any:
+        """The draft's ModelRunner as SGLang's workers build it, on this runner's request slots and pages."""
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.runtime_context import get_spec
+
+        with self._active():
+            config = ModelConfig.from_server_args(
+                self.server_args, model_path=get_spec().speculative_draft_model_path, is_draft_model=True
+            )
+            return _load_runner(
+                self.server_args,
+                config,
+                is_draft_worker=True,
+                req_to_token_pool=self.runner.req_to_token_pool,
+                token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
+                memory_pool_config=self.runner.memory_pool_config,
+            )
+
 
 class Draft:
     """The MTP module of a harness with speculation, in the draft ModelRunner that SGLang's EAGLE worker builds.
@@ -328,24 +346,8 @@ class Draft:
     """
 
     def __init__(self, harness: Harness) -> None:
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.runtime_context import get_spec
-
-        self.harness = harness
-        target = harness.runner
-        with harness._active():
-            config = ModelConfig.from_server_args(
-                harness.server_args, model_path=get_spec().speculative_draft_model_path, is_draft_model=True
-            )
-            self.runner = _load_runner(
-                harness.server_args,
-                config,
-                is_draft_worker=True,
-                req_to_token_pool=target.req_to_token_pool,
-                token_to_kv_pool_allocator=target.token_to_kv_pool_allocator,
-                memory_pool_config=target.memory_pool_config,
-            )
-            self.runner.model.set_embed_and_head(*target.model.get_embed_and_head())
+        self.harness, self.runner = harness, harness.draft_runner()
+        self.runner.model.set_embed_and_head(*harness.model.get_embed_and_head())
         self.model = self.runner.model
         self.backend = self.runner.attn_backend
         _keep_logits_of_every_position(self.model.logits_processor)

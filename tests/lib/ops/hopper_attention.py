@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import pytest
 from ops import attention_launch
 from ops.attention_cases import CASES, Case, Spec
 from ops.attention_launch import LONG
+from selection.marks import with_slow_marks
 
 if TYPE_CHECKING:
     from ptx_emulator import Device
@@ -29,11 +29,6 @@ def is_quick(spec: Spec) -> bool:
 def with_marks(names: Collection[str]) -> list:
     """Parameters of cases; long cases and those that need further kernels are slow."""
     return with_slow_marks(names, [n for n in names if is_quick(CASES[n]) and not n.startswith(LONG)])
-
-
-def with_slow_marks(values: Iterable, quick: Collection) -> list:
-    """Parameters of cases; all that are not in `quick` are slow."""
-    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
 
 
 def launch(case: Case, multiprocessors: int = 132, **options: object) -> Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from ptx_emulator import Device
 from torch import Tensor
 
 from dsv4_kernels.all_reduce import gpu
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
-from dsv4_kernels.all_reduce.plan import Plan
+from dsv4_kernels.host.mailboxes import Mailboxes, Plan
 
 SECOND = 10**9
+
+
+CLUSTERS = 16
+"""Clusters of eight CTAs that run at once on an H200."""
+Call = Callable[[int, Mailboxes], object]
+"""A launch on one rank."""
 
 
 class Ranks:
@@ -32,6 +37,7 @@ class Ranks:
                 torch.zeros(1, dtype=torch.int32),
                 torch.zeros(plan.ranks, dtype=torch.int32),
                 SECOND,
+                CLUSTERS,
             )
             for rank in range(plan.ranks)
         ]
@@ -46,13 +52,18 @@ class Ranks:
             absent: ranks that launch nothing; None stands for their results.
             late: ranks that start only when all others wait.
         """
+        made = [lambda rank, boxes, parts=parts: self.all_reduce(parts[rank], boxes) for parts in calls]
+        return self.results(made, absent, late)
+
+    def results(self, calls: Sequence[Call], absent: Sequence[int] = (), late: Sequence[int] = ()) -> list[list]:
+        """[call][rank] results of several calls; see `sums`."""
         results: list[list] = [[None] * self.plan.ranks for _ in calls]
         with self.device.several_gpus(late) as choose:
             for rank, boxes in enumerate(self.boxes):
                 choose(rank)
-                for call, parts in enumerate(calls):
+                for number, call in enumerate(calls):
                     if rank not in absent:
-                        results[call][rank] = self.all_reduce(parts[rank], boxes)
+                        results[number][rank] = call(rank, boxes)
         return results
 
     def is_empty(self) -> bool:

@@ -43,6 +43,7 @@ def test_stream_reports_usage_last(server: Server) -> None:
     assert chunks[-1].usage.completion_tokens <= 5
 
 
+@pytest.mark.slow
 def test_conversation_of_several_turns_is_reproducible(server: Server) -> None:
     def converse() -> list[str]:
         messages: list[dict[str, str]] = [{"role": "system", "content": "You are brief."}]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cache.harness import HEADS, TOP_K, Engine, Sequences, dense_reference, poison_unreadable, snapshot_rows
+from selection.marks import with_slow_marks
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,7 +175,7 @@ def test_a_slot_forgets_its_last_request(geometry: PoolGeometry, length: int) ->
     assert all(value.isfinite().all() for value in outputs[1].values())
 
 
-@pytest.mark.parametrize("chunk", [1, 64])
+@pytest.mark.parametrize("chunk", with_slow_marks([1, 64], quick=[64]))
 def test_fp8_rows_in_any_chunking(chunk: int) -> None:
     """Rows are rounded before they are read, also if a chunk reads them from its own workspace."""
     sequences, outputs = Sequences(FP8, 260), []

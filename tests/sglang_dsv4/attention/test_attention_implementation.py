@@ -78,7 +78,9 @@ def test_every_kind_of_layer_is_called_in_decode_and_prefill(
     assert messages[-1].endswith("0 compiled, 0 from disk")
 
 
-@pytest.mark.parametrize(("heads", "multiprocessors"), [(64, 132), (128, 132), (40, 78), (16, 132)])
+@pytest.mark.parametrize(
+    ("heads", "multiprocessors"), [(64, 132), pytest.param(128, 132, marks=pytest.mark.slow), (40, 78), (16, 132)]
+)
 def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     kernel: list[Problem], heads: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

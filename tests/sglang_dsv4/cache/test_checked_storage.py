@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache.records import random_record
 from cache.zero_copy_storage import FromConfig, ZeroCopy
 from torch import Tensor
 
@@ -24,7 +25,7 @@ IDENTITY = {"weights": "w1", "rows": "fp8"}
 
 
 def record(seed: int, nbytes: int = BYTES) -> Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return random_record(seed, nbytes)
 
 
 def empty(nbytes: int = BYTES) -> Tensor:

@@ -122,6 +122,7 @@ def test_what_is_gone_takes_no_room(tmp_path: Path, ending: str) -> None:
     assert there(files, 6) == ([4, 5] if ending == "cleared" else [2, 3, 4, 5])
 
 
+@pytest.mark.slow
 def test_readers_beside_a_writer(tmp_path: Path) -> None:
     """A read returns the record or a miss without a file fault, and the limit holds at all times."""
     files = limited(tmp_path, 12)
@@ -150,6 +151,7 @@ def test_readers_beside_a_writer(tmp_path: Path) -> None:
     assert not wrong and set(files.faults) <= {Fault.MISSING}
 
 
+@pytest.mark.slow
 def test_a_killed_server(tmp_path: Path) -> None:
     """A server is killed while it writes and deletes; the next one finds complete files only, and is within the limit
     after its first write."""

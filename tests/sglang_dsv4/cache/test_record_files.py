@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache.records import random_record
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, HEADER, LEFT_OVER_S, Fault, RecordFiles
@@ -23,7 +24,7 @@ IDENTITY = {"weights": "w1", "rows": "fp8"}
 
 
 def record(seed: int) -> Tensor:
-    return torch.randint(0, 256, (BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return random_record(seed, BYTES)
 
 
 @pytest.fixture

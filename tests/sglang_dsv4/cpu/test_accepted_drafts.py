@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from sglang_dsv4.cpu.speculation import accept_block, chain_of
+from sglang_dsv4.cpu.speculation import accept_block, chain_of, verify
+from sglang_dsv4.seam import live
 
 VOCAB, DRAFTS, DRAWS = 6, 2, 20_000
 CHI_SQUARE = 20.5
@@ -106,3 +109,10 @@ def test_chains_are_kept_up_to_the_first_difference() -> None:
     assert tokens.tolist() == predicted.flatten().tolist()
     assert lengths.tolist() == [3, 2, 1]
     assert rows.tolist() == [[0, 1, 2], [3, 4, -1], [6, -1, -1]]
+
+
+def test_drafts_of_another_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties, grammars and biases are applied by a hook that leaves other models alone: they would be lost."""
+    monkeypatch.setattr(live, "_live", None)
+    with pytest.raises(NotImplementedError, match="only for DeepSeek-V4"):
+        verify(SimpleNamespace(draft_token_num=2), SimpleNamespace(), SimpleNamespace())

@@ -270,6 +270,7 @@ def test_its_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(compile_cache.FOLDER_VARIABLE, "off")
     monkeypatch.setattr(sequence_parallel, "may_be", lambda: False)
     monkeypatch.setattr(data_parallel, "is_on", lambda: False)
+    monkeypatch.setattr("sglang_dsv4.warmup.model_shapes.get_parallel", lambda: SimpleNamespace(tp_size=1))
     for job in fp8.compile_jobs(model_shapes(config(), GEOMETRY, 64, cuda), "sm_90a"):
         job()
     calls = {fp8_plan.chosen(tokens, width, 132) for tokens in (1, 9, 17, 64) for width in (1536, 4096, 32768)}

@@ -248,7 +248,7 @@ def test_the_layer_adds_the_shared_expert(
     layer.gate, layer.shared_experts, layer.tp_size = Given((weights, ids)), Given(shared), tp_size
     layer.experts = rank()
     summed: list[Tensor] = []
-    monkeypatch.setattr(moe, "sum_over_ranks", lambda part, rows: summed.append(part) or 2 * part)
+    monkeypatch.setattr(moe, "output_of_experts", lambda part, rows, dtype: summed.append(part) or (2 * part).to(dtype))
     monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):

@@ -1,4 +1,4 @@
-"""Who sums over ranks, by the switch and by what the GPUs can do; what happens to a server whose ranks fall apart."""
+"""The choice between our sum over ranks and SGLang's, by the switch and by what the GPUs can do; absent ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.all_reduce import peer_memory
-from dsv4_kernels.all_reduce.mailboxes import Mailboxes
 from dsv4_kernels.all_reduce.peer_memory import CannotConnectError
-from dsv4_kernels.all_reduce.plan import Plan
-from sglang_dsv4.layers import peer_sums, rank_sum
-from sglang_dsv4.layers.sequence_parallel import ALL_ROWS
+from dsv4_kernels.host.mailboxes import Mailboxes, Plan
+from dsv4_kernels.hyper_connection import hc_boundary
+from sglang_dsv4.layers import hyper_connection, peer_sums, rank_sum
+from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
+from sglang_dsv4.layers.peer_sums import Part
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import ConfigError
 
+CONFIG = SimpleNamespace(hc_mult=4, hidden_size=1024, hc_eps=1e-6, hc_sinkhorn_iters=3)
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def mailboxes(most_bytes: int = 4096) -> Mailboxes:
     zeros = torch.zeros(2, dtype=torch.int32)
-    return Mailboxes(None, 0, Plan.of(2, most_bytes), (0, 0), zeros, zeros, zeros.clone(), 3 * 10**9)
+    return Mailboxes(None, 0, Plan.of(2, most_bytes), (0, 0), zeros, zeros, zeros.clone(), 3 * 10**9, 16)
 
 
 @pytest.fixture
@@ -161,6 +164,76 @@ def test_small_parts_go_through_the_mailboxes(under_flag: bool, monkeypatch: pyt
         assert limits[2:] == [240]  # a captured sum gives up before SGLang's watchdog
     finally:
         registry.require_batch_invariance(False)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Mailboxes:
+    """Return mailboxes for boundaries of up to 64 tokens; the kernels of the boundary and of the sum are stand-ins that
+    take a part for the half of a sum."""
+    made = mailboxes(1 << 20)
+    monkeypatch.setattr(peer_sums, "_mailboxes", made)
+    monkeypatch.setattr(rank_sum, "get_parallel", lambda: SimpleNamespace(tp_size=2))
+    monkeypatch.setattr(rank_sum.data_parallel, "is_on", lambda: False)
+    monkeypatch.setattr(peer_sums, "all_reduce", lambda part, boxes: 2 * part)
+
+    def boundary_of_parts(part: Tensor, boxes: Mailboxes, *arguments: object, **options: object) -> tuple:
+        assert boxes == replace(made, time_limit=boxes.time_limit) and part.is_contiguous()
+        return hc_boundary((2 * part).to(torch.bfloat16), *arguments, **options)
+
+    monkeypatch.setattr(hyper_connection, "hc_boundary_of_parts", boundary_of_parts)
+    return made
+
+
+def written_back(output: Tensor | Part, streams: Tensor, sublayer: HyperConnection) -> list[Tensor]:
+    pending = Pending(streams, None, torch.ones(len(streams), 4), torch.eye(4).repeat(len(streams), 1, 1) / 2)
+    made, after = sublayer(pending.with_output(output), SimpleNamespace(weight=torch.ones(1024), eps=1e-6), ALL_ROWS)
+    return [made.rows, after.streams, after.post, after.comb]
+
+
+@pytest.mark.parametrize("parts", [torch.bfloat16, torch.float32])
+def test_few_tokens_are_left_to_the_boundary(two_ranks: Mailboxes, parts: torch.dtype) -> None:
+    """Attention and experts return parts for up to `BOUNDARY_TOKENS` tokens; the boundary, or `total` for the head,
+    makes the same of them as of the sum."""
+    sublayer = HyperConnection(CONFIG)
+    for parameter in sublayer.parameters():
+        torch.nn.init.normal_(parameter, std=0.01)
+    for tokens in (1, 5, peer_sums.BOUNDARY_TOKENS, peer_sums.BOUNDARY_TOKENS + 1):
+        part, streams = torch.randn(tokens, 1024).to(parts), torch.randn(tokens, 4, 1024).bfloat16()
+        outputs = [rank_sum.output_of_experts(part, ALL_ROWS, torch.bfloat16)]
+        if parts == torch.bfloat16:
+            outputs.append(rank_sum.output_of_attention(part, ALL_ROWS))
+        summed = (2 * part).bfloat16()
+        for output in outputs:
+            assert isinstance(output, Part) == (tokens <= peer_sums.BOUNDARY_TOKENS)
+            whole = output.total() if isinstance(output, Part) else output
+            assert torch.equal(whole, summed) and whole.dtype == torch.bfloat16
+            found, wanted = written_back(output, streams, sublayer), written_back(summed, streams, sublayer)
+            assert all(map(torch.equal, found, wanted))
+
+
+def test_the_head_sums_what_the_last_sublayer_left(two_ranks: Mailboxes) -> None:
+    head = HyperConnectionHead(CONFIG)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.01)
+    part, streams = torch.randn(3, 1024).bfloat16(), torch.randn(3, 4, 1024).bfloat16()
+    norm = SimpleNamespace(weight=torch.ones(1024), eps=1e-6)
+    state = (torch.ones(3, 4), torch.eye(4).repeat(3, 1, 1))
+    made = [head(Pending(streams, output, *state), norm) for output in (Part(part, torch.bfloat16), 2 * part)]
+    assert all(map(torch.equal, *made))
+
+
+def test_who_sums_himself(two_ranks: Mailboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in fp32, rows that are sharded, no rows at all, widths without a kernel, and a process without
+    mailboxes leave nothing to the boundary."""
+    part = torch.ones(3, 1024)
+    assert peer_sums.left_to_boundary(part, torch.float32) is None
+    assert peer_sums.left_to_boundary(part[:0], torch.bfloat16) is None
+    assert peer_sums.left_to_boundary(part[:, :1000], torch.bfloat16) is None
+    monkeypatch.setattr(rank_sum, "_sum_of_own_rows", lambda part, rows: part[: rows.size])
+    assert torch.equal(rank_sum.output_of_experts(part, RowShards(3, 2, 0), torch.bfloat16), part[:2].bfloat16())
+    monkeypatch.setattr(peer_sums, "_mailboxes", None)
+    assert peer_sums.boundary_tokens(1024, torch.bfloat16, torch.bfloat16) == 0
+    assert peer_sums.left_to_boundary(part, torch.bfloat16) is None
 
 
 def test_a_late_rank_ends_the_server(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

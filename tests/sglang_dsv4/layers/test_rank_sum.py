@@ -91,6 +91,7 @@ print("RESULT", bool((off <= bound).all()), relative.median().item(), flush=True
 """
 
 
+@pytest.mark.slow
 def test_parts_in_bf16_stay_within_the_sublayers_tolerance() -> None:
     """On four ranks over gloo no element is off by more than its roundings, and no row by more than the tolerance.
 

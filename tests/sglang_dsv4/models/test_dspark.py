@@ -7,6 +7,7 @@ import torch
 from model.compare import TOLERANCE
 from model.drafted import LENGTH, Drafted, check_block, check_steps
 from model.dspark_draft import DSparkDraft
+from selection.marks import with_slow_marks
 
 from sglang_dsv4.determinism import checks
 
@@ -57,7 +58,7 @@ def test_quantised_rows(quantised: Drafted) -> None:
     quantised.harness.close(request)
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 128, 256])
+@pytest.mark.parametrize("chunk", with_slow_marks([1, 100, 128, 256], quick=[100, 128, 256]))
 def test_rows_do_not_depend_on_chunks(drafted: Drafted, chunk: int) -> None:
     prompt = 140 if chunk == 1 else LENGTH
     whole, cut = drafted.prefilled(prompt), drafted.prefilled(prompt, chunk)
@@ -77,6 +78,6 @@ def test_blocks_do_not_depend_on_the_batch(drafted: Drafted) -> None:
         drafted.harness.close(request)
 
 
-@pytest.mark.parametrize("kept", range(1, 7))
+@pytest.mark.parametrize("kept", with_slow_marks(range(1, 7), quick=[2, 5]))
 def test_refused_rows_and_blocks_leave_no_trace(drafted: Drafted, kept: int) -> None:
     check_steps(drafted, kept)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model.drafted import Drafted, check_block, check_steps
+from selection.marks import with_slow_marks
 from torch import Tensor
 
 from sglang_dsv4.attention import backend as backend_module
@@ -239,7 +240,7 @@ def rows_of_the_batchs_order(plant: Plant) -> None:
 
 @pytest.mark.parametrize(
     "mistake",
-    [nothing_kept, without_the_anchors_row, a_ring_of_128, rows_of_the_batchs_order],
+    with_slow_marks([nothing_kept, without_the_anchors_row, a_ring_of_128, rows_of_the_batchs_order], [nothing_kept]),
     ids=lambda mistake: mistake.__name__,
 )
 def test_a_mistake_from_step_to_step(drafted: Drafted, mistake: Callable[[Plant], None]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from model.oracle import QUANTISABLE, REAL_ROWS
 from model.served import Served
+from selection.marks import with_slow_marks
 from torch import Tensor
 
 PROMPT = 290
@@ -38,7 +39,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("chunk_tokens", [3, 32, 64, 100, 256])
+@pytest.mark.parametrize("chunk_tokens", with_slow_marks([3, 32, 64, 100, 256], quick=[32, 64, 100, 256]))
 def test_chunking(served: Served, whole: list[Tensor], chunk_tokens: int | None) -> None:
     assert_same_bits(served.harness.run(served.corpus[0][:PROMPT], chunk_tokens), whole[0])
 

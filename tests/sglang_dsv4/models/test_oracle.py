@@ -12,6 +12,7 @@ from model.reference import (
     hadamard,
 )
 from model.served import SCHEDULES
+from selection.marks import with_slow_marks
 from torch import Tensor
 
 TOKENS = 600
@@ -27,7 +28,7 @@ def both(request: pytest.FixtureRequest) -> Both:
     return oracle, Reference(config, weights), tokens, oracle.run(tokens)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 64, 256])
+@pytest.mark.parametrize("chunk_tokens", with_slow_marks([1, 3, 64, 256], quick=[1, 64, 256]))
 def test_transformers_does_not_depend_on_chunking(both: Both, chunk_tokens: int | None) -> None:
     oracle, _, tokens, whole = both
     count = 140 if chunk_tokens == 1 else TOKENS

@@ -15,6 +15,7 @@ from model.dspark_draft import DSparkDraft
 from model.harness import Draft, Request
 from prefix.cold import some
 from prefix.served import ServedEngine, fill_rows, poison_free_pages, push_out
+from selection.marks import with_slow_marks
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
@@ -106,7 +107,7 @@ def assert_hit_is_cold(engine: DraftingEngine, prompt: list[int], output: list[i
         assert torch.equal(rows, cold[end]), f"after {end} tokens"
 
 
-@pytest.mark.parametrize("prompt_tokens", [514, 515, 640, 767])
+@pytest.mark.parametrize("prompt_tokens", with_slow_marks([514, 515, 640, 767], quick=[767]))
 def test_after_a_prefills_tail(engine: DraftingEngine, prompt_tokens: int) -> None:
     engine.flush()
     prompt = some(1, prompt_tokens)
@@ -114,6 +115,7 @@ def test_after_a_prefills_tail(engine: DraftingEngine, prompt_tokens: int) -> No
     assert_hit_is_cold(engine, prompt, some(2, 6), 512)
 
 
+@pytest.mark.slow
 def test_after_a_tail_of_decoding(engine: DraftingEngine) -> None:
     """The rings are saved when the page is full; the draft's rings hold the rows of tokens that were kept."""
     engine.flush()

@@ -183,6 +183,7 @@ def test_from_the_host_without_promotion(engine: ServedEngine) -> None:
             engine.finish(running)
 
 
+@pytest.mark.slow
 def test_under_eviction_pressure(small_engine: ServedEngine) -> None:
     """Requests of twice the pool: every remaining hit is bitwise equal. There are slots for all their tails."""
     engine = small_engine

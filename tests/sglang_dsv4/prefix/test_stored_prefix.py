@@ -88,7 +88,7 @@ def test_other_namespaces_are_not_looked_at() -> None:
 
 
 def test_an_evicted_path_is_not_called_another_prompt() -> None:
-    """The pages behind a match may be evicted before the request starts."""
+    """The pages after a match may be evicted before the request starts."""
     rng, engine = random.Random(7), engine_of()
     prompt = some(rng, 1500)
     engine.run(prompt, [7])

@@ -83,8 +83,7 @@ def end(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...]]]
     monkeypatch.setattr(live, "_live", object())
     monkeypatch.setattr(scheduler, "_make_abort_req", lambda request, **kwargs: SimpleNamespace(rid=request.rid))
 
-    def end(rid: str = "", ids: tuple[str, ...] = IDS, processes: int = 1, abort_all: bool = False) -> list:
-        monkeypatch.setattr(aborts, "several_processes_answer", lambda: processes > 1)
+    def end(rid: str = "", ids: tuple[str, ...] = IDS, abort_all: bool = False) -> list:
         queues = Queues(ids)
         hooked(queues, AbortReq(rid=rid, abort_all=abort_all))
         left = {request.rid for request in (*queues.waiting_queue, *queues.in_grammar, *queues.running)}
@@ -97,21 +96,13 @@ def end(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...]]]
 @pytest.mark.parametrize("rid", IDS)
 def test_the_request_with_this_id_ends(end: Callable[..., Any], rid: str) -> None:
     """Every id is aborted; most ids are beginnings of others. SGLang alone ends six further requests with `a`."""
-    for processes in (1, 2):
-        assert end(rid, processes=processes) == [(rid,)] * 3 + [("ba",) if rid == "ba" else ()]
+    assert end(rid) == [(rid,)] * 3 + [("ba",) if rid == "ba" else ()]
 
 
 def test_an_unknown_id_ends_no_request(end: Callable[..., Any]) -> None:
-    """The request may have ended meanwhile. One process that answers clients names requests, not batches."""
+    """The request may have ended meanwhile; `a` is also the id of a batch whose entries the client names one by one."""
     assert end("a", IDS[1:]) == [(), (), (), ()]
-    assert end("z", processes=2) == [(), (), (), ()]
-
-
-def test_a_batch_ends_with_its_entries(end: Callable[..., Any]) -> None:
-    """One of several processes that answer clients passes on a batch's id; an entry's id ends with its number."""
-    entries = ("a_0", "a_1", "a_12")
-    assert end("a", IDS[1:], processes=2) == [entries] * 3 + [()]
-    assert end("a", ("b", "a_3"), processes=2) == [("a_3",)] * 4
+    assert end("z") == [(), (), (), ()]
 
 
 def test_all_requests_end(end: Callable[..., Any]) -> None:

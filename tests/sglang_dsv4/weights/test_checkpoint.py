@@ -64,12 +64,14 @@ def test_another_user_may_read_the_files(tiny: Checkpoint) -> None:
     assert set(modes.values()) == {modes["config.json"]}, modes
 
 
+@pytest.mark.slow
 def test_quantised_checkpoint_in_fp32(tiny: Checkpoint) -> None:
     """The released format with dequantised weights and no fake quantisers, for a tight tolerance."""
     expected = assert_main_model_equals_transformers(tiny, random_tokens(tiny, 400))
     assert (expected.margins <= 1e-5).sum() <= 2
 
 
+@pytest.mark.slow
 def test_mtp_of_a_quantised_checkpoint(tiny: Checkpoint) -> None:
     harness = Harness(tiny.folder, qat="off", **SPECULATION)
     draft = Draft(harness)

@@ -47,6 +47,7 @@ def test_who_shares_a_tensor(name: str, sharers: int) -> None:
     assert Topology(8, 4).sharers(name) == sharers
 
 
+@pytest.mark.slow
 def test_more_groups_have_more_weights_and_more_kv(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PRO))
     lines = doctor.several_gpus(tmp_path, 8, 180, 64, "fp8")[2:]

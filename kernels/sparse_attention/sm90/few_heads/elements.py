@@ -71,7 +71,7 @@ def first_leaf(keys: Keys, part: Int32, parts: Int32) -> Int32:
 
 
 def clear(row_max: cute.Tensor, row_sum: cute.Tensor, values: cute.Tensor) -> None:
-    """Sets a result to that of no keys."""
+    """Sets a result to the result of no keys."""
     row_max.fill(NO_ROW_MAX)
     row_sum.fill(0.0)
     values.fill(0.0)

@@ -258,9 +258,9 @@ def attend(
         # elements are merged.
         rows.load_q(args, thread, next_token, q)
         leaves = leaves_of(config, args, next_token, next_visible, part, parts)
-        first, behind = leaves.tile, leaves.last
-        rows.load_indices(config, args, next_token, next_visible, first, behind, row, indices)
-        rows.load_indices(config, args, next_token, next_visible, first + 1, behind, row, next_indices)
+        first, next_last = leaves.tile, leaves.last
+        rows.load_indices(config, args, next_token, next_visible, first, next_last, row, indices)
+        rows.load_indices(config, args, next_token, next_visible, first + 1, next_last, row, next_indices)
         cute.arch.cluster_wait()  # all elements of the token are in shared memory
         if next_token < args.num_tokens:
             rows.locate(config, args, first, quad, indices, addresses, scales)

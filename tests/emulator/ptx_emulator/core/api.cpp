@@ -56,19 +56,25 @@ void *emu_program(u32 count, const char *const *names, const i64 *table, const u
 }
 void emu_program_free(void *p) { delete static_cast<Program *>(p); }
 
+struct ProgramArguments {
+  const void *program;
+  u64 dynamic_smem;
+  u32 cluster[3], pad;
+  u64 *executions, *lane_executions, *blocked;  // one for each instruction: results
+};
 struct GridArguments {
-  u32 device, dependent;
+  u32 device, dependent, program;  // program: place in the array
   u32 size[3], block[3];
   u32 late;  // its GPU starts nothing while anything else can run
   const u8 *params;
-  u64 left_out_from, left_out_to;
+  u64 params_bytes, left_out_from, left_out_to;
 };
 struct LaunchArguments {
-  u32 cluster[3];
-  u32 schedule;
-  u64 dynamic_smem, seed, max_instructions;
+  u64 schedule, seed, max_instructions;
+  const ProgramArguments *programs;
+  u64 program_count;
   const GridArguments *grids;  // of a GPU in the order of its stream
-  u64 grid_count, params_bytes;
+  u64 grid_count;
   const u64 *ranges;  // begin, end, 1: writable + 2: constant
   const char *const *range_names;
   u64 range_count;
@@ -79,19 +85,25 @@ struct LaunchArguments {
 struct LaunchResult {
   i32 failed, kind, line, warp;
   u32 cta[3];
-  u32 pad;
+  u32 program;  // that failed
   double counters[16];
 };
 
 static std::string g_message, g_warnings, g_shapes;
 
-int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *executions, u64 *lane_executions,
-               u64 *blocked) {
+int emu_launch(const LaunchArguments *a, LaunchResult *r) {
   machine = Machine();
   Machine &m = machine;
-  m.program = static_cast<const Program *>(program);
-  for (int k = 0; k < 3; k++) m.cluster_shape[k] = a->cluster[k];
-  m.dynamic_smem = a->dynamic_smem;
+  for (u64 k = 0; k < a->program_count; k++) {
+    const ProgramArguments &p = a->programs[k];
+    Running running;
+    running.program = static_cast<const Program *>(p.program);
+    for (int d = 0; d < 3; d++) running.cluster_shape[d] = p.cluster[d];
+    running.dynamic_smem = p.dynamic_smem;
+    for (auto *counts : {&running.executions, &running.lane_executions, &running.blocked})
+      counts->assign(running.program->code.size(), 0);
+    m.running.push_back(std::move(running));
+  }
   m.schedule = (Schedule)a->schedule;
   m.random_state = a->seed * 0x9e3779b97f4a7c15ull + 0x1234567;
   m.limit = a->max_instructions;
@@ -103,11 +115,12 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
     const GridArguments &g = a->grids[k];
     Grid grid;
     grid.device = g.device;
+    grid.running = g.program;
     grid.dependent = g.dependent;
     grid.params = g.params;
     grid.first_sequence = (u32)clusters;
     grid.clusters = 1;
-    for (int d = 0; d < 3; d++) grid.size[d] = g.size[d], grid.block[d] = g.block[d], grid.clusters *= g.size[d] / a->cluster[d];
+    for (int d = 0; d < 3; d++) grid.size[d] = g.size[d], grid.block[d] = g.block[d], grid.clusters *= g.size[d] / a->programs[g.program].cluster[d];
     grid.left_out_from = g.left_out_from;
     grid.left_out_to = g.left_out_to;
     if (!grid.left_out_from) grid.started = grid.left_out_to;
@@ -122,12 +135,11 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
     m.ranges.push_back({a->ranges[3 * k], a->ranges[3 * k + 1], (a->ranges[3 * k + 2] & 1) != 0,
                         (a->ranges[3 * k + 2] & 2) != 0, a->range_names[k]});
   if (m.check_global)
-    for (const Grid &g : m.grids) m.ranges.push_back({(u64)g.params, (u64)g.params + a->params_bytes, false, true, "kernel parameters"});
+    for (u64 k = 0; k < a->grid_count; k++) {
+      u64 params = (u64)a->grids[k].params;
+      m.ranges.push_back({params, params + a->grids[k].params_bytes, false, true, "kernel parameters"});
+    }
   std::sort(m.ranges.begin(), m.ranges.end(), [](auto &x, auto &y) { return x.begin < y.begin; });
-  size_t n = m.program->code.size();
-  m.executions.assign(n, 0);
-  m.lane_executions.assign(n, 0);
-  m.blocked.assign(n, 0);
   memset(r, 0, sizeof *r);
   g_message.clear();
   try {
@@ -137,6 +149,7 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
     r->kind = (i32)f.kind;
     r->line = f.line;
     r->warp = f.warp;
+    r->program = (u32)(m.now - m.running.data());
     for (int k = 0; k < 3; k++) r->cta[k] = f.cta[k];
     g_message = f.text;
   }
@@ -144,9 +157,13 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
   m.locations.clear();
   m.global_shadow.clear();
   m.last_page = ~0ull;
-  memcpy(executions, m.executions.data(), n * 8);
-  memcpy(lane_executions, m.lane_executions.data(), n * 8);
-  memcpy(blocked, m.blocked.data(), n * 8);
+  for (u64 k = 0; k < a->program_count; k++) {
+    const Running &running = m.running[k];
+    size_t bytes = running.program->code.size() * sizeof(u64);
+    memcpy(a->programs[k].executions, running.executions.data(), bytes);
+    memcpy(a->programs[k].lane_executions, running.lane_executions.data(), bytes);
+    memcpy(a->programs[k].blocked, running.blocked.data(), bytes);
+  }
   const Counters &c = m.counters;
   double values[] = {(double)m.executed, (double)c.global_read, (double)c.global_written, (double)c.shared_read,
                      (double)c.shared_written, (double)c.tmem_read, (double)c.tmem_written, (double)c.tma_loaded,
@@ -154,9 +171,10 @@ int emu_launch(void *program, const LaunchArguments *a, LaunchResult *r, u64 *ex
                      c.mma_flops, (double)c.operands_read};
   memcpy(r->counters, values, sizeof values);
   g_warnings.clear();
-  for (auto &[key, value] : m.warnings)
-    g_warnings += std::to_string(key.first) + "\t" + std::to_string(key.second) + "\t" + std::to_string(value.second) +
-                  "\t" + value.first + "\n";
+  for (size_t k = 0; k < m.running.size(); k++)
+    for (auto &[key, value] : m.running[k].warnings)
+      g_warnings += std::to_string(k) + "\t" + std::to_string(key.first) + "\t" + std::to_string(key.second) + "\t" +
+                    std::to_string(value.second) + "\t" + value.first + "\n";
   g_shapes.clear();
   for (auto &[key, value] : m.shapes) g_shapes += key + "\t" + std::to_string(value) + "\n";
   return r->failed;

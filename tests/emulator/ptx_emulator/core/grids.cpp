@@ -41,7 +41,8 @@ class Clusters {
   void start_one(Gpu &gpu) {
     std::unique_ptr<Cluster> c;
     Grid &grid = current_grid(gpu);
-    auto &idle = idle_[grid.threads()];
+    machine.enter(grid);
+    auto &idle = idle_[{grid.running, grid.threads()}];
     if (idle.empty()) {
       c = new_cluster(grid.threads());
     } else {
@@ -54,12 +55,13 @@ class Clusters {
   }
   void end(size_t k) {
     Cluster &c = *machine.active[k];
+    machine.enter(*c.grid);
     while (complete_one(c)) {
     }
     for (auto &cta : c.ctas) race::cta_ends(*cta);
     Gpu &gpu = machine.gpus[c.grid->device];
     if (machine.track_order && machine.grids.size() > 1) race::grid_knows(c, knows_[c.grid->device]);
-    idle_[c.grid->threads()].push_back(std::move(machine.active[k]));
+    idle_[{c.grid->running, c.grid->threads()}].push_back(std::move(machine.active[k]));
     machine.active.erase(machine.active.begin() + (long)k);
     if (--gpu.resident || current_grid(gpu).started < current_grid(gpu).clusters) return;
     for (auto &[cluster, clock] : knows_[current_grid(gpu).device]) gpu.known[cluster].join(clock);
@@ -67,13 +69,14 @@ class Clusters {
   }
 
  private:
-  std::map<u32, std::vector<std::unique_ptr<Cluster>>> idle_;  // by threads of a CTA
+  std::map<std::pair<u32, u32>, std::vector<std::unique_ptr<Cluster>>> idle_;  // by program and threads of a CTA
   std::map<u32, std::map<u32, Clock>> knows_;  // by GPU: the events that completed clusters know
 };
 
 bool reads_timer() {
-  for (const Instruction &in : machine.program->code)
-    if (in.kind == Kind::Plain && in.aux[0] == kTimerRegister && in.run == handlers()["mov.special"].run) return true;
+  for (const Running &running : machine.running)
+    for (const Instruction &in : running.program->code)
+      if (in.kind == Kind::Plain && in.aux[0] == kTimerRegister && in.run == handlers()["mov.special"].run) return true;
   return false;
 }
 
@@ -110,6 +113,7 @@ void run_grids() {
     bool busy = false;
     for (size_t k = 0; k < m.active.size();) {
       Cluster &c = *m.active[k];
+      m.enter(*c.grid);
       busy |= turn(c);
       if (m.schedule == Schedule::Random && m.random() % 4 == 0)
         for (u64 n = m.random() % (4 + c.in_flight.size() / 8); n; n--) complete_one(c);
@@ -133,7 +137,11 @@ void run_grids() {
     bool completed = false;
     for (u64 left = in_flight ? 1 + m.random() % (1 + in_flight / 4) : 1; left; left--) {
       size_t first = in_flight ? m.random() % m.active.size() : 0, k = 0;
-      while (k < m.active.size() && !complete_one(*m.active[(first + k) % m.active.size()])) k++;
+      for (; k < m.active.size(); k++) {
+        Cluster &c = *m.active[(first + k) % m.active.size()];
+        m.enter(*c.grid);
+        if (complete_one(c)) break;
+      }
       completed |= k < m.active.size();
     }
     if (completed) {
@@ -155,6 +163,7 @@ void run_grids() {
     if (idle > 64) {
       Warp *w = nullptr;
       for (auto &c : m.active) w = c->live.empty() ? w : c->live[0];
+      if (w) m.enter(*w->cta->cluster->grid);
       fail(ErrorKind::Deadlock, w, &m.program->code[w->groups.empty() ? 0 : w->groups[0].pc], "%s",
            who_waits_for_what().c_str());
     }

@@ -292,9 +292,19 @@ struct GlobalRange {
   std::string name;
 };
 
-// One launch of the program.
+// A program that grids of this launch run, with the shape that they share, its counters and its warnings.
+struct Running {
+  const Program *program = nullptr;
+  u32 cluster_shape[3] = {1, 1, 1};
+  u64 dynamic_smem = 0;
+  std::vector<u64> executions, lane_executions, blocked;
+  std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;
+};
+
+// One launch of a program.
 struct Grid {
   u32 device = 0;
+  u32 running = 0;  // its place in Machine::running
   u32 size[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   const u8 *params = nullptr;
   bool dependent = false;                      // launched with programmatic stream serialization
@@ -343,11 +353,13 @@ struct Counters {
 };
 
 struct Machine {
-  const Program *program = nullptr;
+  std::vector<Running> running;
+  Running *now = nullptr;  // of the cluster whose turn it is
+  const Program *program = nullptr;  // of `now`, like the next two
   u32 cluster_shape[3];
+  u64 dynamic_smem = 0;
   std::vector<Grid> grids;
   std::vector<Gpu> gpus;
-  u64 dynamic_smem = 0;
   Schedule schedule = Schedule::Eager;
   u64 random_state = 1;
   u64 waited_ns = 0;  // that %globaltimer is ahead, because nothing but waiting was left to do
@@ -358,8 +370,6 @@ struct Machine {
   u32 multiprocessors = 1;  // bound on the resident clusters of a GPU
   std::vector<GlobalRange> ranges;
   bool check_global = false;
-  std::map<std::pair<u32, i32>, std::pair<std::string, u64>> warnings;
-  std::vector<u64> executions, lane_executions, blocked;
   std::map<std::string, u64> shapes;
   Counters counters;
   std::vector<std::unique_ptr<Cluster>> active;
@@ -369,6 +379,13 @@ struct Machine {
   u64 last_page = ~0ull;  // key of last_page_shadow
   Shadow *last_page_shadow = nullptr;
 
+  // Makes a grid's program the one whose turn it is.
+  void enter(const Grid &grid) {
+    now = &running[grid.running];
+    program = now->program;
+    dynamic_smem = now->dynamic_smem;
+    for (int k = 0; k < 3; k++) cluster_shape[k] = now->cluster_shape[k];
+  }
   u64 random() {
     random_state ^= random_state << 13;
     random_state ^= random_state >> 7;

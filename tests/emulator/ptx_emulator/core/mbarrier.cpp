@@ -206,6 +206,6 @@ HANDLER("mbarrier.wait", Sync) {
   }
   set_predicate(w, in.op[0], lanes, done);
   if (done == lanes) return Step::Done;
-  machine.blocked[in.index]++;
+  machine.now->blocked[in.index]++;
   return Step::Yield;
 }

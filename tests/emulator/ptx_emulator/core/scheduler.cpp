@@ -47,7 +47,7 @@ void report(ErrorKind kind, const Warp *w, const Instruction *in, const char *fo
   warn(kind, in, text);
 }
 void warn(ErrorKind kind, const Instruction *in, const std::string &text) {
-  auto &entry = machine.warnings[{(u32)kind, in ? in->line : -1}];
+  auto &entry = machine.now->warnings[{(u32)kind, in ? in->line : -1}];
   if (!entry.second++) entry.first = text;
 }
 
@@ -81,7 +81,7 @@ static void exit_lanes(Warp &w, u32 lanes) {
 
 static Turn run_warp(Warp &w, int quantum) {
   const Instruction *code = machine.program->code.data();
-  u64 *executions = machine.executions.data(), *lane_executions = machine.lane_executions.data();
+  u64 *executions = machine.now->executions.data(), *lane_executions = machine.now->lane_executions.data();
   for (auto &g : w.groups) g.waited = false;  // a waiting group lets the other groups of its warp run
   while (quantum-- > 0) {
     if (w.groups.empty()) {
@@ -375,9 +375,9 @@ static void finish_warp(Cluster &c, Warp &w) {
 
 std::string who_waits_for_what() {
   std::string s = "nothing can run, and no asynchronous operation is left:";
-  const Instruction *code = machine.program->code.data();
   for (auto &c : machine.active)
     for (Warp *w : c->live) {
+      const Instruction *code = machine.running[c->grid->running].program->code.data();
       char b[256];
       if (machine.gpus.size() > 1) s += "\n  GPU " + std::to_string(c->grid->device) + ", launch " + std::to_string(c->grid - machine.grids.data());
       snprintf(b, sizeof b, "\n  cta (%u,%u,%u) warp %u:", w->cta->id[0], w->cta->id[1], w->cta->id[2], w->index);

@@ -12,7 +12,7 @@ import numpy as np
 from ptx_emulator.device.memory import DeviceMemory, Extent
 from ptx_emulator.device.recording import Dim3, Recording, memory_map_of, parameter_bytes, program_of
 from ptx_emulator.device.tensor_map import ElementType, Swizzle, encode
-from ptx_emulator.program import Launch, Options, Report, launch, launch_together
+from ptx_emulator.program import Launch, Loaded, Options, Report, launch, launch_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,8 @@ class Device:
         """
         self.dependent_launches += dependent
         if self._together is not None:
-            self._together.note((ptx, kernel, cluster, dynamic_smem_bytes), grid, block, params, dependent)
+            loaded = Loaded(program_of(ptx), kernel, cluster, dynamic_smem_bytes)
+            self._together.note(loaded, grid, block, params, dependent)
             return None
         with self.memory.on_device():
             recording = None
@@ -125,8 +126,8 @@ class Device:
     def several_gpus(self, late: Sequence[int] = ()) -> Iterator[Callable[[int], None]]:
         """Runs the launches of a block together, at its end; yields a function that chooses the GPU of later launches.
 
-        All are launches of one kernel. Those of a GPU run one after the other, those of different
-        GPUs side by side. The GPUs share the device's memory, as peers that have mapped each other's.
+        Those of a GPU run one after the other, those of different GPUs side by side. The GPUs share the device's
+        memory, as peers that have mapped each other's. Each kernel gets a report.
 
         late: GPUs that start nothing while any other GPU can do anything but wait.
         """
@@ -139,20 +140,11 @@ class Device:
             self._together = None
         if not together.launches:
             return
-        ptx, kernel, cluster, dynamic_smem_bytes = together.program
         with self.memory.on_device():
             start = time.process_time()
-            report = launch_together(
-                program_of(ptx),
-                kernel,
-                together.launches,
-                cluster=cluster,
-                dynamic_smem_bytes=dynamic_smem_bytes,
-                memory=memory_map_of(self.memory),
-                options=self.options,
-            )
+            reports = launch_kernels(together.loaded, together.launches, memory_map_of(self.memory), self.options)
             self.launch_cpu_seconds += time.process_time() - start
-        self.reports.append(report)
+        self.reports += reports
 
     def run_ptx(
         self,
@@ -198,18 +190,18 @@ class _Together:
 
     def __init__(self, late: frozenset[int]) -> None:
         self.launches: list[Launch] = []
-        self.program: tuple | None = None
+        self.loaded: list[Loaded] = []
         self._late = late
         self._gpu = 0
 
     def choose(self, gpu: int) -> None:
         self._gpu = gpu
 
-    def note(self, program: tuple, grid: Dim3, block: Dim3, params: list[bytes], dependent: bool) -> None:
-        if self.program not in (None, program):
-            raise ValueError(f"several GPUs run one kernel together; got {program[1:]} after {self.program[1:]}")
-        self.program = program
-        self.launches.append(Launch(grid, block, params, self._gpu, dependent, self._gpu in self._late))
+    def note(self, loaded: Loaded, grid: Dim3, block: Dim3, params: list[bytes], dependent: bool) -> None:
+        if loaded not in self.loaded:
+            self.loaded.append(loaded)
+        number, late = self.loaded.index(loaded), self._gpu in self._late
+        self.launches.append(Launch(grid, block, params, self._gpu, dependent, late, number))
 
 
 def _dim3(value: int | Sequence[int]) -> Dim3:

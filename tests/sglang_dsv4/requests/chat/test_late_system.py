@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lib.chat_adapter import chat_adapter
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_deepseek_recipe import DeepSeekRecipeChatEncodingAdapter
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -51,14 +52,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 @pytest.fixture(scope="module")
 def adapter(tokenizer: PreTrainedTokenizerFast) -> DeepSeekRecipeChatEncodingAdapter:
-    return DeepSeekRecipeChatEncodingAdapter(
-        chat_encoding_spec="dsv4",
-        tokenizer=tokenizer,
-        reasoning_parser=None,
-        tool_call_parser=None,
-        chat_hooks=None,
-        default_chat_template_kwargs=None,
-    )
+    return chat_adapter(tokenizer)
 
 
 def prompt(
@@ -155,7 +149,7 @@ def test_a_late_message_stays_where_it_was_sent(adapter: DeepSeekRecipeChatEncod
 
 
 @pytest.mark.parametrize("where", ["before", "between", "after"])
-def test_a_message_beside_tool_results_goes_behind_them(adapter: DeepSeekRecipeChatEncodingAdapter, where: str) -> None:
+def test_a_message_beside_tool_results_goes_after_them(adapter: DeepSeekRecipeChatEncodingAdapter, where: str) -> None:
     """The renderer refuses calls whose results do not follow at once."""
     call, one, two = said("c:", "t:r")
     late = said("s:L")
@@ -195,11 +189,11 @@ def test_any_conversation_keeps_its_texts_in_order(adapter: DeepSeekRecipeChatEn
         for place in (IN_PLACE, REMINDER):
             numbers = [int(found) for found in re.findall(r"{(\d+)}", prompt(adapter, messages, place, thinking))]
             assert sorted(numbers) == list(range(len(messages))), (place, messages)
-            moved = [n for n, _ in enumerate(messages) if goes_behind_results(messages, n)]
+            moved = [n for n, _ in enumerate(messages) if goes_after_results(messages, n)]
             assert [n for n in numbers if n not in moved] == [n for n in range(len(messages)) if n not in moved]
 
 
-def goes_behind_results(messages: list[dict[str, Any]], number: int) -> bool:
+def goes_after_results(messages: list[dict[str, Any]], number: int) -> bool:
     """Whether a message is of role system, and tool results follow it with only such messages between them."""
     rest = [m["role"] for m in messages[number:] if m["role"] not in late_system.INSTRUCTIONS]
     return messages[number]["role"] in late_system.INSTRUCTIONS and rest[:1] == ["tool"]

@@ -135,15 +135,15 @@ def test_a_deviation_with_one_reading_is_repaired(case: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_call_is_text_and_so_is_all_behind_it(case: str) -> None:
+def test_a_broken_call_is_text_and_so_is_all_after_it(case: str) -> None:
     """A call before the broken one is a call. A right call after it is text: the model wrote it on the assumption that
     the broken call is made."""
     fault, call = BROKEN[case]
-    behind = f"\n{call}\n{GOOD}\n{BLOCK_CLOSE} Done.\n\n{block(GOOD)}"
-    text = f"First.\n\n{BLOCK_OPEN}\n{GOOD}{behind}"
+    after = f"\n{call}\n{GOOD}\n{BLOCK_CLOSE} Done.\n\n{block(GOOD)}"
+    text = f"First.\n\n{BLOCK_OPEN}\n{GOOD}{after}"
     for pieces in (None, text):
         said, calls, reader = answer(text, pieces)
-        assert said == "First." + behind.replace(MARK, MARKER)
+        assert said == "First." + after.replace(MARK, MARKER)
         assert calls == [("bash", '{"command": "ls"}')]
         assert reader.refused is fault
 

@@ -81,11 +81,11 @@ CASES: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
     "a-body-of-json": (block(invoke("bash", '{"command": "ls"}')), "", [LS_CALL]),
     "a-wrapper": (block(invoke("bash", parameter("arguments", '{"command": "ls"}', JSON))), "", [LS_CALL]),
     "the-end-in-a-value": (f"I clean up.\n\n{CUT}", "", []),
-    "the-end-behind-a-name": (f"{block(LS)[: block(LS).index('string=')]}string=", "", []),
+    "the-end-after-a-name": (f"{block(LS)[: block(LS).index('string=')]}string=", "", []),
     "an-opener-and-nothing": ("<｜DSML｜tool_calls>", "", []),
     "a-marker-in-prose": ("A block opens with <｜DSML｜tool_calls> and so on.", "", []),
-    "text-behind-a-call": (f"{block(LS)}\n\nDone.", "\n\nDone.", [LS_CALL]),
-    "a-broken-call-behind-a-right-one": (
+    "text-after-a-call": (f"{block(LS)}\n\nDone.", "\n\nDone.", [LS_CALL]),
+    "a-broken-call-after-a-right-one": (
         f"{block(LS, invoke('bash', parameter('n', '[', JSON)))}",
         block(LS, invoke("bash", parameter("n", "[", JSON))).split(LS)[1],
         [LS_CALL],
@@ -220,7 +220,7 @@ def test_what_was_repaired_and_refused_is_counted_and_logged(
 
     monkeypatch.setattr(output_parser, "_metrics", Counts())
     caplog.set_level(logging.INFO, output_parser.__name__)
-    for case in ("two-calls", "no-call", "a-wrapper", "a-broken-call-behind-a-right-one"):
+    for case in ("two-calls", "no-call", "a-wrapper", "a-broken-call-after-a-right-one"):
         routes.say(CASES[case][0], sizes=[7] * 20)
         routes.ask("chat", True, TOOLS)
     assert counted == [

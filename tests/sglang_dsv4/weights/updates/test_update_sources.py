@@ -135,7 +135,7 @@ def test_files_that_do_not_fit(
     success, message = trainer.call(
         "update_weights_from_disk", model_path=str(tmp_path / "bad"), load_format="auto", weight_version="7"
     )
-    assert not success and reason in message and "The weights are those of before" in message, message
+    assert not success and reason in message and "The old weights stay" in message, message
     assert same(trainer.bits(), before) and trainer.flushes == 0 and not trainer.versions
     assert trainer.harness.runner.weight_updater.model_config.model_path == path
 
@@ -164,7 +164,7 @@ def test_other_layouts_take_files_only(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang loads them; if the files do not fit, those of before are loaded again."""
+    """SGLang loads them; if the files do not fit, the old ones are loaded again."""
     monkeypatch.setattr(session, "reason_against", lambda model: "layer 3 keeps its weights in a layout of its own")
     before, expected = trainer.bits(), loaded(trainer, new)
     for method, fields in (("begin_weight_update", {}), ("update_weights_from_ipc", {"zmq_handles": {}})):

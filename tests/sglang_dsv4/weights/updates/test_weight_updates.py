@@ -158,7 +158,7 @@ def test_a_bad_bucket_spoils_the_update_and_nothing_else(
         raise AssertionError(reason)
     assert not trainer.send({"norm.weight": new["norm.weight"]})[0]
     ended, reason = trainer.end()
-    assert not ended and "The weights are those of before" in reason
+    assert not ended and "The old weights stay" in reason
     assert same(trainer.bits(), before) and trainer.flushes == 0
     assert trainer.update([new])[0]  # and the next update works
 
@@ -208,7 +208,7 @@ def test_an_exchange_that_fails_is_undone(
 
     monkeypatch.setattr(host_part.HostPart, "exchange", sometimes)
     success, message = trainer.update([new])
-    assert not success and "memory is full. The weights are those of before" in message
+    assert not success and "memory is full. The old weights stay" in message
     assert different(trainer.bits(), before) == [] and trainer.flushes == 0
     monkeypatch.undo()
     assert trainer.update([new])[0]

@@ -1,10 +1,20 @@
-"""How a sum over ranks is divided among CTAs, and where its parts lie in a mailbox."""
+"""Mailboxes: the memory through which the ranks of a group send each other their parts of a sum, and who uses which
+bytes of it.
+
+Two ops share the mailboxes of a group: `all_reduce` and `hc_boundary_of_parts`, whose launches may follow each other in
+any order.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 VECTOR_BYTES = 16
+CLUSTER = 8
+"""CTAs of a cluster of the hyper-connections' kernel: the largest cluster that every GPU supports."""
 MOST_RANKS = 8
 MOST_CHANNELS = 128
 """CTAs of a launch: fewer than the multiprocessors of an H100 or B200, so all of them are resident at once."""
@@ -12,10 +22,6 @@ FEWEST_THREADS, MOST_THREADS = 128, 512
 """Threads of a CTA, unless a benchmark tries others: few for small sums, so that many multiprocessors send at once."""
 BUFFERS = 2
 MOST_MAILBOX_BYTES = 1 << 30
-EMPTY = 0xFFFFFFFF
-"""A word that says that nothing has arrived: as bf16 and as fp32 a NaN that no arithmetic instruction returns."""
-NAN = 0x7FFFFFFF
-"""A word of NaN that is sent where a part holds EMPTY; in bf16 both halves are NaN."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +103,39 @@ class Plan:
         while threads < self.threads and vectors > self.channels * threads:
             threads *= 2
         return min(self.channels, -(-vectors // threads)), threads
+
+
+@dataclass(frozen=True)
+class Mailboxes:
+    """One rank's view of its group's mailboxes (`dsv4_kernels.all_reduce.peer_memory.connect` makes them)."""
+
+    group: torch.distributed.ProcessGroup | None
+    """Process group of the ranks, for implementations that do not use the mailboxes."""
+    rank: int
+    plan: Plan
+    addresses: tuple[int, ...]
+    """[ranks] address of each rank's mailbox in this rank's address space."""
+    buffer_of: Tensor
+    """[channels] int32 on the device: which buffer a channel uses next; 0 at the start."""
+    failed: Tensor
+    """[1] int32 on the device: 1 after a sum in which a part did not arrive in time."""
+    late: Tensor
+    """[ranks] int32 in pinned host memory: 1 for each rank whose part did not arrive in time."""
+    time_limit: int
+    """Nanoseconds that a sum waits for a part."""
+    clusters: int
+    """Clusters of CLUSTER CTAs that run at once on every GPU of the group, with one CTA on each multiprocessor."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return self.plan.ranks
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest part."""
+        return self.plan.most_bytes
+
+    def late_ranks(self) -> list[int]:
+        """Ranks whose parts did not arrive in time; reads the host's memory only."""
+        return self.late.nonzero().flatten().tolist()

@@ -1,0 +1,106 @@
+"""Contenders of a comparison by name: ours or SGLang's built-in DeepSeek-V4, each with parts of its own.
+
+    ours    ours+our_all_reduce    builtin+marlin    builtin+flashinfer_fp8+custom_all_reduce
+
+`PARTS` has every part. Which of the built-in's experts is the fastest differs from row to row, so a comparison has
+several, and a row of the result names the contender that it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lib.servers import CONTENDERS
+
+SEVERAL_RANKS = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+"""Flags of every contender with several ranks: sums by NCCL. FlashInfer's sums stay off, as they may use multicast."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Flags and variables that a word in a contender's name adds to a server."""
+
+    servers: tuple[str, ...]
+    about: str
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    """Flags that the server is not given."""
+
+
+_HUMMING = ("--moe-runner-backend", "humming")
+_FLASHINFER = ("--moe-runner-backend", "flashinfer_mxfp4")
+_BOTH, _OURS, _BUILTIN = ("ours", "builtin"), ("ours",), ("builtin",)
+
+PARTS = {
+    "marlin": Part(_BUILTIN, "experts by Marlin, W4A16", ("--moe-runner-backend", "marlin")),
+    "flashinfer": Part(_BUILTIN, "experts by FlashInfer's CUTLASS, W4A16: SGLang's default on Hopper", _FLASHINFER),
+    "flashinfer_fp8": Part(
+        _BUILTIN,
+        "the same with FP8 activations in Humming's layout, W4A8",
+        (*_FLASHINFER, "--flashinfer-mxfp4-moe-precision", "fp8"),
+    ),
+    "humming": Part(_BUILTIN, "experts by Humming, W4A16 (package humming-kernels)", _HUMMING),
+    "humming_fp8": Part(
+        _BUILTIN,
+        "experts by Humming, W4A8",
+        _HUMMING,
+        {"SGLANG_HUMMING_INPUT_QUANT_CONFIG": '{"quant_method": "humming", "a_dtype": "float8e4m3"}'},
+    ),
+    "custom_all_reduce": Part(
+        _BOTH, "sums by SGLang's CustomAllReduceV2 instead of NCCL", without=("--disable-custom-all-reduce",)
+    ),
+    "our_all_reduce": Part(_OURS, "sums by our kernel", env={"SGLANG_DSV4_ALL_REDUCE": "ours"}),
+    "joint_launch": Part(_OURS, "independent kernels of a layer in one launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "on"}),
+    "windows": Part(
+        _BUILTIN,
+        "0.3 window tokens a token of the pool, where SGLang sets 0.1: more prefixes keep their window",
+        ("--swa-full-tokens-ratio", "0.3"),
+    ),
+    "deterministic": Part(_OURS, "the same bits in every batch", ("--enable-deterministic-inference",)),
+    "sequence_parallel": Part(
+        _OURS, "ranks share the tokens of a prefill", env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "on"}
+    ),
+    "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server of a comparison."""
+
+    name: str
+    server: str
+    flags: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def contender(name: str, flags: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None) -> Contender:
+    """Return the contender of a name.
+
+    Args:
+        name: a server of `servers.CONTENDERS` and parts, separated by "+".
+        flags: of all contenders; a part's flags follow, so that they count.
+        ranks: with several, `SEVERAL_RANKS` come first.
+        env: variables of all contenders.
+
+    Raises:
+        ValueError: an unknown server or part, or a part that the server does not have.
+    """
+    server, *words = name.split("+")
+    if server not in CONTENDERS:
+        raise ValueError(f"a contender begins with {' or '.join(CONTENDERS)}, as in builtin+marlin; got {name!r}")
+    known = [word for word, part in PARTS.items() if server in part.servers]
+    if unknown := [word for word in words if word not in known]:
+        raise ValueError(f"parts of {server} are {', '.join(known)}; got {', '.join(unknown)} in {name!r}")
+    parts = [PARTS[word] for word in words]
+    left_out = {flag for part in parts for flag in part.without}
+    given = [*(SEVERAL_RANKS if ranks > 1 else ()), *flags, *(flag for part in parts for flag in part.flags)]
+    variables = {**(env or {}), **{key: value for part in parts for key, value in part.env.items()}}
+    return Contender(name, server, tuple(flag for flag in given if flag not in left_out), variables)
+
+
+def table() -> str:
+    """Return the parts with their servers and meanings, a line each."""
+    return "\n".join(f"    {word:18} {'/'.join(part.servers):13} {part.about}" for word, part in PARTS.items())
