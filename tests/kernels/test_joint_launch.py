@@ -145,7 +145,7 @@ def test_schedules_and_few_multiprocessors(name: str, schedule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 16])
-@pytest.mark.parametrize("rows", [1536, 8192])
+@pytest.mark.parametrize("rows", [1536, 4096, 8192])
 def test_two_ctas_fit_a_multiprocessor(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts share their memory, and no register is spilled."""
     from lib.cubin import resources
