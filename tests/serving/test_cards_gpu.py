@@ -33,7 +33,9 @@ Answers = list[tuple[list[int], list[float]]]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cards") / "checkpoint"
-    write_checkpoint(folder, replace(SHAPE, moe_intermediate_size=512))  # 128 channels of four ranks: the fewest of our experts
+    write_checkpoint(
+        folder, replace(SHAPE, moe_intermediate_size=512)
+    )  # 128 channels of four ranks: the fewest of our experts
     return folder
 
 
