@@ -6,6 +6,7 @@ change no bit of an answer.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,10 +40,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def free_memory() -> list[int]:
+    """Return free bytes of each GPU, as soon as an earlier server has given back its memory."""
+    free: list[int] = []
+    while free != (free := [torch.cuda.mem_get_info(card)[0] for card in range(CARDS)]):
+        time.sleep(2)
+    return free
+
+
 def answers(checkpoint: Path, *flags: str, **env: str) -> tuple[Answers, list[int]]:
     """Answers of a server, and the GPUs whose memory it takes."""
     prompts = random_prompts(3, [1, 127, 300, 511] * 4)
-    before = [torch.cuda.mem_get_info(card)[0] for card in range(CARDS)]
+    before = free_memory()
     log = checkpoint.parent / "_".join(["log", *flags, *env.values()])
     with running_server(checkpoint, log, *FLAGS, DETERMINISTIC, *flags, env=env) as server:
         found = ask(server, prompts, 8, max_new_tokens=30)
