@@ -32,6 +32,8 @@ from dsv4_kernels import registry
 TOKENS = (1, 4, 8, 16)
 SECONDS = 0.1
 MOST_SETS = 12
+LEAST_CALLS = 24
+"""Calls of a graph at least: a replay costs the host some 8 us."""
 
 
 def on_two_streams(case: Case, side: object) -> None:
@@ -63,13 +65,14 @@ def run_case(name: str, sizes: Sizes, tokens: int, kernel: str, device: torch.de
     found = case_of(name, sizes, tokens, kernel, device).jointly()
     assert all(map(same_bits, found, expected)), f"{name} of {tokens} tokens: other bits; nothing is timed"
     sets = sets_of(name, sizes, tokens, kernel, device)
+    turns = -(-LEAST_CALLS // len(sets))
     contenders = {
-        "separate": [case.separately for case in sets],
-        "joint": [case.jointly for case in sets],
+        "separate": [case.separately for case in sets] * turns,
+        "joint": [case.jointly for case in sets] * turns,
     }
     if device.type == "cuda":
         side = torch.cuda.Stream()
-        contenders["streams"] = [lambda case=case: on_two_streams(case, side) for case in sets]
+        contenders["streams"] = [lambda case=case: on_two_streams(case, side) for case in sets] * turns
     times = interleaved(contenders, device, SECONDS * len(contenders) if device.type == "cuda" else 0.0)
     row = {"name": name, "tokens": tokens, "launches": len(sets[0].calls), "sets": len(sets)}
     for contender, timing in times.items():

@@ -11,6 +11,7 @@ from model.harness import Harness
 from torch import Tensor
 
 from dsv4_kernels.compressor import Compression, Groups
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.hyper_connection import hc_post
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.norm_rope_store import Destination
@@ -54,6 +55,18 @@ def tensor_of(value: Tensor | SublayerInput | Pending) -> Tensor:
 
 
 @contextmanager
+def at_once() -> Iterator[None]:
+    """Launch the kernels that are called inside at once, also while a joint launch is noted: their results are read
+    before its end, and it has room for the forward's own kernels only."""
+    noted = getattr(joint_launch._of_thread, "noted", None)
+    joint_launch._of_thread.noted = None
+    try:
+        yield
+    finally:
+        joint_launch._of_thread.noted = noted
+
+
+@contextmanager
 def recording(harness: Harness) -> Iterator[Recording]:
     """Record one request's forwards (several requests in a batch would be mixed up)."""
     record, backend, undo = Recording(), harness.backend, []
@@ -73,7 +86,8 @@ def recording(harness: Harness) -> Iterator[Recording]:
         stored = destinations[0].table
         plain = KVRows.allocate(len(kv), RowFormat.PLAIN, kv.shape[1], stored.rope_dim, kv.dtype, kv.device)
         alone = Destination(plain, torch.arange(len(kv), device=kv.device))
-        original_store(q, kv, *parameters, (alone,), qat=qat and stored.format is RowFormat.PLAIN)
+        with at_once():
+            original_store(q, kv, *parameters, (alone,), qat=qat and stored.format is RowFormat.PLAIN)
         record.add("kv", layers[0], plain.storage)
         return original_store(q, kv, *parameters, destinations, qat=qat)
 
@@ -84,7 +98,8 @@ def recording(harness: Harness) -> Iterator[Recording]:
             plain = KVRows.allocate(count, RowFormat.PLAIN, c.head_dim, c.table.rope_dim, dtype, c.kv.device)
             values_of = c.values_of if c.table.format is RowFormat.PLAIN else RowFormat.PLAIN
             alone = replace(c, table=plain, values_of=values_of, state=c.state.clone(), overlap=None)
-            original_compress(apart, [alone], dtype)
+            with at_once():
+                original_compress(apart, [alone], dtype)
             record.add(name, layers[0], plain.storage[closed])
         original_compress(groups, compressions, dtype)
 
