@@ -136,15 +136,18 @@ def recording(harness: Harness) -> Iterator[Recording]:
         def store(module: Any, args: tuple[Any, ...], output: Any) -> None:
             record.add(f"{name}.in", layer, tensor_of(args[0]))
             record.add(f"{name}.out", layer, tensor_of(output))
+            while name == "ffn" and chosen[layer]:
+                weights, experts = chosen[layer].pop(0)
+                record.add("weights", layer, weights)
+                record.add("experts", layer, experts.long())
 
         return store
+
+    chosen: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def router(layer: int) -> Any:
-        def store(module: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-            record.add("weights", layer, output[0])
-            record.add("experts", layer, output[1].long())
-
-        return store
+        """Keeps a choice until the sublayer's end: a joint launch that makes it is still only noted."""
+        return lambda module, args, output: chosen[layer].append(output)
 
     for i, block in enumerate(harness.model.model.layers):
         for name, module in (("block", block), ("attn", block.attn), ("ffn", block.ffn)):
