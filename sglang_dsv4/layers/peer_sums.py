@@ -38,11 +38,13 @@ from sglang_dsv4.model_config.config import ConfigError
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_ALL_REDUCE"
-MOST_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
+MOST_BYTES = {2: 8 << 20, 4: 4 << 20, 8: 1 << 20}
 """Bytes of the largest part that our kernel sums, by number of ranks. It sends a part to every other rank, so a library
-that cuts parts into shards is faster for large ones. Not measured yet: see `benchmarks/bench_all_reduce.py`."""
+that cuts parts into shards is faster for large ones. At these sizes NCCL takes 1.6 and 1.1 times as long on two and
+four H200s (`benchmarks/results/all_reduce_h200_x2.json`, `_x4`); eight ranks were not measured."""
 BOUNDARY_TOKENS = 64
-"""Most tokens of a forward whose boundaries sum. Not measured yet: see `benchmarks/bench_all_reduce.py --boundary`."""
+"""Most tokens of a forward whose boundaries sum. On four H200s one launch then takes as long as two; with fewer tokens
+it takes less time (`benchmarks/results/boundary_h200_x4.json`)."""
 SECONDS_IN_GRAPHS = 240.0
 """Longest wait of a captured sum for a part. SGLang's watchdog ends a server after 300 s, and names no rank."""
 SECONDS = 1800.0

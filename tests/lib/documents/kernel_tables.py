@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from documents.results import geometric_mean, load, markdown, whole
 
@@ -150,6 +150,33 @@ def dependent_launch() -> str:
     rows = load("dependent_launch_h200")["rows"]
     shown = ([str(r["tokens"]), whole(r["us"]), whole(r["early_us"]), f"{r['early_us'] / r['us']:.2f}"] for r in rows)
     return markdown(("tokens", "one after the other, us", "dependent launch, us", "ratio"), shown)
+
+
+def _sums(result: str, contenders: dict[str, str]) -> str:
+    """Microseconds of each contender by bytes of a part, on two and on four GPUs."""
+    sizes = {ranks: {at["kilobytes"]: at for at in load(f"{result}_h200_x{ranks}")["sizes"]} for ranks in (2, 4)}
+
+    def cell(size: float, ranks: int, contender: str) -> str:
+        at = sizes[ranks].get(size)
+        return f"{at['us'][contender]:.1f}" if at else ""
+
+    def rows() -> Iterator[list[str]]:
+        for size in sorted(sizes[2] | sizes[4]):
+            tokens = (sizes[2] | sizes[4])[size]["rows"]
+            yield [whole(tokens), whole(size), *(cell(size, ranks, name) for ranks in (2, 4) for name in contenders)]
+
+    head = (f"{label}, {ranks} GPUs" for ranks in (2, 4) for label in contenders.values())
+    return markdown(("tokens", "KB", *head), rows())
+
+
+def all_reduce() -> str:
+    """Microseconds of a sum over ranks."""
+    return _sums("all_reduce", {"ours": "ours", "nccl": "NCCL", "gather": "gather and sum"})
+
+
+def boundary_of_parts() -> str:
+    """Microseconds of a sum over ranks and the boundary to the next sublayer."""
+    return _sums("boundary", {"fused": "one launch", "ours": "two launches", "nccl": "NCCL, boundary"})
 
 
 def indexer() -> str:

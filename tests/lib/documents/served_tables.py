@@ -275,6 +275,25 @@ def agents_simulation() -> str:
     return markdown(head, rows())
 
 
+def agents() -> str:
+    """Hit rates and medians of the time to the first token of agents' sessions on both servers, by kind of request."""
+    styles = {"system": "system messages", "user": "user's texts"}
+    found = {(row["style"], row["kind"], row["metric"]): row for row in load("agents_h200")["rows"]}
+
+    def both(style: str, kind: str, metric: str, form: str) -> str:
+        return " / ".join(format(found[style, kind, metric][name], form) for name in ("ours", "builtin"))
+
+    def rows() -> Iterator[list[str]]:
+        for kind, label in AGENTS.items():
+            cells = (
+                both(style, kind, *what) for style in styles for what in (("hit_rate", ".1%"), ("ttft_p50", ".0f"))
+            )
+            yield [label, whole(found["user", kind, "requests"]["ours"]), *cells]
+
+    head = (f"{what}, {words}" for words in styles.values() for what in ("hit rate", "TTFT, ms"))
+    return markdown(("requests, ours / built-in", "number", *head), rows())
+
+
 def deterministic() -> str:
     """Answers compared under the deterministic flag, and how many differed."""
 
