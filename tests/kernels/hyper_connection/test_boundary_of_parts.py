@@ -195,7 +195,7 @@ def test_the_models_widths(dim: int, ranks: int, fp32: bool) -> None:
     call = Boundary("sm90", 2, 2, 2, parts, True, dim=dim)
     expected = call.of_the_sum()
     with group("sm90", 2, call, threads=512) as made:
-        for results in made.results([call, replace(call, one_cta=True)]):
+        for results in made.results([call, replace(call, tokens=None)]):
             check(expected, results)
 
 
@@ -210,8 +210,8 @@ def test_which_calls_fit() -> None:
     boxes = Plan.of(4, 2 << 20)
     assert (boxes.channels, boxes.places) == (128, 2)
     assert most(boxes) == most(boxes, 17) == 128
-    # A multiprocessor has two CTAs with V4-Flash's width, and one with V4-Pro's.
-    assert [most(boxes, clusters) for clusters in (15, 8, 7, 4, 3, 1, 0)] == [128, 128, 56, 32, 12, 2, 0]
+    # A multiprocessor has two CTAs with more than 16 tokens of V4-Flash's width, and one with V4-Pro's.
+    assert [most(boxes, clusters) for clusters in (15, 8, 7, 4, 3, 1, 0)] == [128, 128, 14, 8, 3, 1, 0]
     assert [most(boxes, clusters, 7168) for clusters in (15, 8, 7, 4, 3, 0)] == [60, 32, 14, 8, 3, 0]
     assert most(boxes, parts=torch.float32) == most(boxes, dim=7168) == 128
     assert most(boxes, dim=7168, parts=torch.float32) == 64  # eight pieces of a thread need four places
