@@ -14,11 +14,9 @@ With --boundary the sum and the boundary to the next sublayer (`hc_boundary`, wi
 BOUNDARIES with weights of their own, so that they come from memory as in a model:
 
     fused          `hc_boundary_of_parts`, one launch
-    fused_wide     as fused, with one CTA a multiprocessor and more of the weights in its shared memory
     ours           `all_reduce`, then `hc_boundary`
     nccl           NCCL's sum, then `hc_boundary`
     boundary       `hc_boundary` alone
-    boundary_wide  as boundary, with one CTA a multiprocessor
 
 First ours is compared bit by bit with the definition at every size, eagerly and in a graph; if a bit differs nothing is
 timed. Then CALLS calls of a contender on inputs of their own are captured in a CUDA graph, and the graphs are replayed
@@ -42,12 +40,10 @@ from lib.measuring import gpu_state
 from lib.versions import versions
 from torch import Tensor, distributed
 
-from dsv4_kernels import registry
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
 from dsv4_kernels.host.mailboxes import FEWEST_THREADS, MOST_CHANNELS, MOST_THREADS, Mailboxes
 from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts
 from dsv4_kernels.hyper_connection.gpu import most_tokens_of_parts
-from dsv4_kernels.hyper_connection.gpu import run as run_boundary
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -57,7 +53,7 @@ BOUNDARIES = 80
 REPLAYS = 30
 WARM_REPLAYS = 5
 MOST_BYTES = 16 << 20
-MOST_BOUNDARY_ROWS, MOST_WIDE_ROWS = 256, 32
+MOST_BOUNDARY_ROWS = 256
 SECONDS = 60.0
 SWEEP = [(64, 512, 128), (256, 512, 128), (512, 512, 128), (128, 1024, 128), (128, 512, 64), (512, 1024, 32)]
 Call = Callable[[Tensor], Tensor]
@@ -193,7 +189,7 @@ class Rank:
         return graph
 
 
-CHAINS = ("fused", "fused_wide", "ours", "nccl", "boundary", "boundary_wide")
+CHAINS = ("fused", "ours", "nccl", "boundary")
 State = tuple[Tensor, ...]
 """Streams, post and comb of the last boundary."""
 
@@ -203,7 +199,6 @@ class Boundaries:
 
     def __init__(self, rank: Rank, rows: int, dim: int) -> None:
         self.rank, self.boxes = rank, rank.boxes["ours"]
-        self.kernel = registry.chosen("hc_boundary", rank.device, torch.bfloat16).name
         g = torch.Generator(rank.device).manual_seed(1)
 
         def normal(*shape: int) -> Tensor:
@@ -214,10 +209,8 @@ class Boundaries:
         self.base, self.scale, self.weight = normal(24), torch.ones(3, device=rank.device), 1 + 0.1 * normal(dim)
         self.begin = (normal(rows, 4, dim).bfloat16(), normal(rows, 4).sigmoid(), normal(rows, 4, 4).softmax(1))
         self.contenders = {name: getattr(self, name) for name in CHAINS}
-        most = most_tokens_of_parts(self.boxes, dim, torch.bfloat16)
-        for name, fits in {"fused": rows <= most, "fused_wide": rows <= min(most, MOST_WIDE_ROWS)}.items():
-            if not fits:
-                del self.contenders[name]
+        if rows > most_tokens_of_parts(self.boxes, dim, torch.bfloat16):
+            del self.contenders["fused"]
 
     def after(self, n: int) -> tuple:
         """Arguments of boundary n after the state."""
@@ -239,21 +232,6 @@ class Boundaries:
         """The boundary without a sum."""
         return hc_boundary(y, *state, *self.after(n), fp8=True)
 
-    def fused_wide(self, n: int, part: Tensor, state: State) -> State:
-        """One launch, one CTA a multiprocessor."""
-        return self.wide(n, part, state, self.boxes)
-
-    def boundary_wide(self, n: int, y: Tensor, state: State) -> State:
-        """The boundary without a sum, one CTA a multiprocessor."""
-        return self.wide(n, y, state, None)
-
-    def wide(self, n: int, y: Tensor, state: State, boxes: Mailboxes | None) -> State:
-        """A boundary with one CTA a multiprocessor."""
-        fn, base, scale, weight, *numbers = self.after(n)
-        streams, *coefficients = state
-        given = (streams, (y, *coefficients), (fn, base, scale), weight, *numbers)
-        return run_boundary(self.kernel, "hc_boundary", 24, *given, fp8=True, boxes=boxes, one_cta=True)
-
     def chain(self, name: str, count: int = BOUNDARIES) -> State:
         """Results of the last boundary."""
         state, made = self.begin, ()
@@ -264,10 +242,11 @@ class Boundaries:
 
     def wrong_bits(self) -> int:
         """Numbers of a chain's last results that differ between one launch and two."""
-        wrong, expected = 0, self.chain("ours", 5)
-        for name in ("fused", "fused_wide"):
-            for one, two in zip(self.chain(name, 5) if name in self.contenders else (), expected, strict=False):
-                wrong += int((one.contiguous().view(torch.uint8) != two.contiguous().view(torch.uint8)).sum())
+        if "fused" not in self.contenders:
+            return 0
+        wrong = 0
+        for one, two in zip(self.chain("fused", 5), self.chain("ours", 5), strict=True):
+            wrong += int((one.contiguous().view(torch.uint8) != two.contiguous().view(torch.uint8)).sum())
         return sum(self.rank.everybody(wrong))
 
     def times(self) -> dict[str, float | None]:

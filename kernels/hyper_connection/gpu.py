@@ -36,6 +36,9 @@ from dsv4_kernels.model_shapes import ModelShapes
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
 """Tokens of a token group -> the most tokens of a call that uses it, one group a cluster. With few tokens, small groups
 spread the work over more clusters; with many, large groups read fn, 1.5 MB a cluster, from L2 less often."""
+MOST_TOKENS_OF_ONE_CTA = 16
+"""Most tokens of a call whose CTAs have a multiprocessor each (benchmarks/results/boundary_h200_x4.json): its few
+clusters find enough of them, and all of fn is in shared memory, with V4-Flash's width, when the kernel before ends."""
 
 
 def chosen(num_tokens: int, dim: int, rows: int, post: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
@@ -48,7 +51,8 @@ def chosen(num_tokens: int, dim: int, rows: int, post: bool, bf16_weight: bool, 
     form = (dim, rows, post, bf16_weight)
     if tokens is None and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
         return Plan(TOKENS[-1], *form, teams=TEAMS, fp8=fp8)
-    return Plan(tokens or TOKENS[-1], *form, fp8=fp8)
+    one_cta = rows == PRE_ROWS and num_tokens <= MOST_TOKENS_OF_ONE_CTA
+    return Plan(tokens or TOKENS[-1], *form, fp8=fp8, one_cta=one_cta)
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
@@ -169,7 +173,6 @@ def run(
     teams: int = 1,
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
-    one_cta: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -186,7 +189,6 @@ def run(
         teams: of a CTA.
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
-        one_cta: see `Plan.one_cta`.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -200,7 +202,6 @@ def run(
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
     form = (dim, rows, written_back is not None, norm_weight.dtype == torch.bfloat16)
     plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
-    plan = replace(plan, one_cta=True) if one_cta else plan
     plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters

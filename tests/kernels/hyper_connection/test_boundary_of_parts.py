@@ -15,6 +15,7 @@ import pytest
 import torch
 from ops.boundaries_in_emulator import DIM, MOST_BYTES, Boundary, check, group
 from ops.early_launches import a_missing_wait_is_noticed, launched_early
+from ops.hyper_connection_cases import check_boundary
 from ops.memory_layout import far_apart, use_in_place
 from ops.ranks_in_emulator import Call, parts_of
 from torch import Tensor
@@ -35,22 +36,24 @@ def pairs(seed: int = 0) -> Boundary:
 
 
 def test_the_sum_is_written_back() -> None:
-    """Calls on the same mailboxes: each has the bits of a call in which one rank's part is the sum of all."""
-    calls = [pairs(seed) for seed in range(2)]
-    sums = [call.with_parts([call.sum(), torch.zeros_like(call.sum())]) for call in calls]
-    with group("sm90", 2, calls[0]) as made:
-        *results, first, second = made.results([*calls, *sums])
-        for found, expected in zip(results, (first, second), strict=True):
-            assert all(x.isfinite().all() for x in expected[0])
-            check(expected[0], [*found, expected[1]])
+    """Calls on the same mailboxes, with words as late as possible: right results, and the bits of a call in which one
+    rank's part is the sum of all."""
+    call, other = pairs(0), pairs(1)
+    of_sum = call.with_parts([call.sum(), torch.zeros_like(call.sum())])
+    with group("sm90", 2, call, schedule="late") as made:
+        first, between, again, expected = made.results([call, other, call, of_sum])
         assert made.is_empty()
+    check(expected[0], [*first, *again, expected[1]])
+    check(between[0], [between[1]])
+    check_boundary(first[0], call.inputs._replace(y=call.sum()))
+    check_boundary(between[0], other.inputs._replace(y=other.sum()))
 
 
 def test_an_absent_rank_is_named_and_late_ranks_are_not() -> None:
     """After the limit the streams are NaN, and the next call waits only a moment; a rank that is late in time is
     waited for."""
     call = pairs()
-    with group("sm90", 2, call) as made:
+    with group("sm90", 2, call, schedule="eager") as made:
         ((of_0, of_1),) = made.results([call], late=[1])
         check(of_0, [of_1])
         for _ in range(2):
@@ -64,7 +67,7 @@ def test_it_may_begin_early() -> None:
     """Only fn is read before the wait, by a bulk copy, and nothing is sent; the part's rows lie 2**32 bytes apart."""
     call = Boundary("sm90", 2, 4, 2)
     far = call.with_parts([far_apart(part) for part in call.parts])
-    with launched_early(), group("sm90", 2, call) as made:
+    with launched_early(), group("sm90", 2, call, schedule="eager") as made:
         use_in_place(made.device, *far.parts)
         near, apart = made.results([call, far])
     check(near[0], [near[1], *apart])
@@ -142,7 +145,7 @@ def test_every_pattern_of_a_part_arrives() -> None:
     parts[0].view(torch.int16)[1] = -1
     parts[0][2, ::7], parts[1][2, ::7] = math.inf, 1.0
     call, sums = call.with_parts(parts), call.with_parts([call.with_parts(parts).sum(), torch.zeros_like(parts[0])])
-    with group("sm90", 2, call) as made:
+    with group("sm90", 2, call, schedule="eager") as made:
         (of_0, of_1), (expected, _) = made.results([call, sums])
         assert made.is_empty()
     for found in (of_0, of_1):
@@ -192,7 +195,7 @@ def test_the_models_widths(dim: int, ranks: int, fp32: bool) -> None:
     call = Boundary("sm90", 2, 2, 2, parts, True, dim=dim)
     expected = call.of_the_sum()
     with group("sm90", 2, call, threads=512) as made:
-        for results in made.results([call, replace(call, one_cta=True)]):
+        for results in made.results([call, replace(call, tokens=None)]):
             check(expected, results)
 
 
@@ -207,8 +210,8 @@ def test_which_calls_fit() -> None:
     boxes = Plan.of(4, 2 << 20)
     assert (boxes.channels, boxes.places) == (128, 2)
     assert most(boxes) == most(boxes, 17) == 128
-    # A multiprocessor has two CTAs with V4-Flash's width, and one with V4-Pro's.
-    assert [most(boxes, clusters) for clusters in (15, 8, 7, 4, 3, 1, 0)] == [128, 128, 56, 32, 12, 2, 0]
+    # A multiprocessor has two CTAs with more than 16 tokens of V4-Flash's width, and one with V4-Pro's.
+    assert [most(boxes, clusters) for clusters in (15, 8, 7, 4, 3, 1, 0)] == [128, 128, 14, 8, 3, 1, 0]
     assert [most(boxes, clusters, 7168) for clusters in (15, 8, 7, 4, 3, 0)] == [60, 32, 14, 8, 3, 0]
     assert most(boxes, parts=torch.float32) == most(boxes, dim=7168) == 128
     assert most(boxes, dim=7168, parts=torch.float32) == 64  # eight pieces of a thread need four places

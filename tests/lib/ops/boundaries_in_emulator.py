@@ -26,17 +26,16 @@ MOST_BYTES = 4 * CHANNELS * THREADS * 16
 
 @dataclass(frozen=True)
 class Boundary:
-    """One call on all ranks: `num_tokens` tokens in groups of `tokens`."""
+    """One call on all ranks: `num_tokens` tokens in groups of `tokens`, or as `gpu.chosen` says."""
 
     kernel: str
     ranks: int
     num_tokens: int
-    tokens: int
+    tokens: int | None
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
     dim: int = DIM
     seed: int = 0
-    one_cta: bool = False
     parts: list[Tensor] = field(default_factory=list)
     """[rank] of the rank; random if none are given."""
 
@@ -66,9 +65,7 @@ class Boundary:
 
         i = self.inputs
         arguments = (i.streams, (y, i.post, i.comb), (i.fn, i.base, i.scale), i.weight, NORM_EPS, HC_EPS, ITERATIONS)
-        return gpu.run(
-            self.kernel, "test", 24, *arguments, self.tokens, fp8=self.fp8, boxes=boxes, one_cta=self.one_cta
-        )
+        return gpu.run(self.kernel, "test", 24, *arguments, self.tokens, fp8=self.fp8, boxes=boxes)
 
     def of_the_sum(self) -> tuple[Tensor, ...]:
         """Results of `hc_boundary` of the sum, from an emulator of its own."""
