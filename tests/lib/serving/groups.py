@@ -35,8 +35,9 @@ def shape_for(kind: str, ranks: int) -> Shape:
 
 
 def group_flags(kind: str, ranks: int, groups: int) -> tuple[str, ...]:
-    """Return the flags of a server with `groups` groups of `ranks // groups` ranks; chunks of 256 tokens a group."""
-    chunk = ("--chunked-prefill-size", str(256 * groups))
+    """Return the flags of a server with `groups` groups of `ranks // groups` ranks; chunks of 256 tokens a group, or
+    512 for a crowded one: a running request takes a token of a mixed chunk, of which whole pages are left."""
+    chunk = ("--chunked-prefill-size", str((512 if kind == "crowded" else 256) * groups))
     return ("--tp-size", str(ranks), "--attn-dp-size", str(groups), *chunk, *FLAGS, *KINDS[kind])
 
 
@@ -53,11 +54,12 @@ class Question:
     tokens: tuple[int, ...]
     new: int
     parameters: dict[str, Any] = field(default_factory=dict)
+    logprobs: bool = True  # SGLang mixes no decode steps with prefills of requests that ask for log-probabilities
 
     def ask(self, server: Server, group: int | None) -> dict[str, Any]:
         """Return the answer of a group of ranks."""
         sampling = {"max_new_tokens": self.new, "temperature": 0, "ignore_eos": True, **self.parameters}
-        body = {"input_ids": list(self.tokens), "sampling_params": sampling, "return_logprob": True}
+        body = {"input_ids": list(self.tokens), "sampling_params": sampling, "return_logprob": self.logprobs}
         response = requests.post(f"{server.url}/generate", json=body | {"routed_dp_rank": group}, timeout=300)
         assert response.status_code == 200, response.text
         result = response.json()
@@ -84,6 +86,7 @@ def questions(kind: str) -> list[Question]:
         with_fields(
             one,
             new=one.new + more,
+            logprobs=kind != "crowded",
             parameters={name: value for name, value in one.parameters.items() if name not in drawing},
         )
         for one in QUESTIONS
@@ -91,8 +94,9 @@ def questions(kind: str) -> list[Question]:
 
 
 def bits(result: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Return the tokens of an answer and their log-probabilities."""
-    return result["output_ids"], output_logprobs(result)
+    """Return the tokens of an answer and their log-probabilities, where the question has asked for them."""
+    has_logprobs = "output_token_logprobs" in result["meta_info"]
+    return result["output_ids"], output_logprobs(result) if has_logprobs else []
 
 
 def at_once(server: Server, asked: list[tuple[Question, int]]) -> list[dict[str, Any]]:
