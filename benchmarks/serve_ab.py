@@ -405,6 +405,7 @@ def main() -> int:
     if arguments.picture is not None:
         draw(rows, arguments.picture)
     result = {
+        "date": time.strftime("%Y-%m-%d"),
         "gpu": [torch.cuda.get_device_name(i) for i in range(gpus)],
         "versions": versions(),
         "model": json.loads((comparison.model / "config.json").read_text()),

@@ -93,7 +93,7 @@ class ModelShapes:
     experts_sum_fp32: bool = False
     """Whether packed experts return a rank's part of the sum in fp32."""
     shared_channels: int = 0
-    """Intermediate channels of the shared expert on this rank."""
+    """Intermediate channels of the shared expert on this rank; 0 if no launches are joined."""
     joins_launches: bool = False
     """Whether forwards of few tokens join launches (`dsv4_kernels.host.joint_launch`)."""
     peer_sum_ranks: int = 0

@@ -6,8 +6,9 @@ split over calls: each goes on where the one before stopped, and begins no cell 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +87,15 @@ class Turns:
         first = (i % groups) * self.ranks
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + self.ranks)))}
 
+    @contextlib.contextmanager
+    def _noting_failures(self, load: str) -> Iterator[None]:
+        """Note an error of a load, or of a server that has ended, and go on."""
+        try:
+            yield
+        except (RuntimeError, ValueError, OSError, aiohttp.ClientError) as error:
+            self.failures[load] = f"{type(error).__name__}: {error}"
+            print(f"{load}: {error}", flush=True)
+
     def warm_up(self, ready: Mapping[str, Server], works: Collection[str], load: WarmUp) -> list[str]:
         """Run `load` on every server for the works that it has not had since its start; return the names that the time
         is too short for."""
@@ -98,10 +108,11 @@ class Turns:
                 too_late.append(name)
                 continue
             begin = time.monotonic()
-            with servers.others_suspended(self.folder, server.url):
-                load(server, sorted(set(works) - had))
-            servers.note(self.folder, name, warm=sorted({*works, *had}))
-            print(f"{name}: warm after {time.monotonic() - begin:.0f} s", flush=True)
+            with self._noting_failures(f"{name}, unmeasured loads"):
+                with servers.others_suspended(self.folder, server.url):
+                    load(server, sorted(set(works) - had))
+                servers.note(self.folder, name, warm=sorted({*works, *had}))
+            print(f"{name}: unmeasured loads took {time.monotonic() - begin:.0f} s", flush=True)
         return too_late
 
     def measure(
@@ -130,12 +141,9 @@ class Turns:
             begin, runs = time.monotonic(), {name: [] for name in names}
             for repeat in range(cell.repeats):
                 for name in names if repeat % 2 == 0 else reversed(names):
-                    try:
+                    with self._noting_failures(f"{name}, {cell.stage}"):
                         with servers.others_suspended(self.folder, ready[name].url):
                             runs[name].append(cell.measure(ready[name], repeat))
-                    except (RuntimeError, OSError, aiohttp.ClientError) as error:
-                        self.failures[f"{name}, {cell.stage}"] = f"{type(error).__name__}: {error}"
-                        print(f"{name}, {cell.stage}: {error}", flush=True)
             took = time.monotonic() - begin
             self.pace = max(1.0, took / (cell.seconds * len(names)))
             print(f"{cell.stage}: {took:.0f} s, {expected:.0f} s expected", flush=True)

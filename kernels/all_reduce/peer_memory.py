@@ -57,7 +57,7 @@ def connect(
             raise CannotConnectError("; ".join(reasons))
         buffer_of = torch.zeros(made.channels, dtype=torch.int32, device=device)
         failed = torch.zeros(1, dtype=torch.int32, device=device)
-        late = torch.zeros(ranks, dtype=torch.int32, pin_memory=True)
+        late = torch.zeros(ranks, dtype=torch.int32, device="cpu", pin_memory=True)
         torch.cuda.synchronize(device)
         # No rank sends before all mailboxes are empty.
         clusters = min(_gathered(clusters_at_once(device, CLUSTER), cpu_group))

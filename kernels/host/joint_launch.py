@@ -57,6 +57,10 @@ class Part:
         """Name and configuration."""
         return self.name, tuple(link.key for link in self.links) or self.configuration
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """The pickled form: of a chain its kernels, because the type of its arguments belongs to no module."""
+        return (chain, (self.links,)) if self.links else super().__reduce_ex__(protocol)
+
 
 class _Noted(NamedTuple):
     part: Part

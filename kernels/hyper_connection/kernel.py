@@ -58,6 +58,7 @@ from dsv4_kernels.hyper_connection.plan import (
     PRE_ROWS,
     QUAD,
     STREAMS,
+    TOKENS,
     UNITS,
     WARP,
     AnyArguments,
@@ -121,7 +122,8 @@ class HyperConnection(Products):
                 # May overlap the kernel before: no kernel of a forward writes fn, a weight. Loading weights ends before
                 # the embedding, an ordinary launch that comes before the first boundary.
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
-                self.fetch_into_l2(args, lane, rank)
+                if const_expr(plan.tokens < TOKENS[-1]):  # the clusters of a large launch would ask for it each
+                    self.fetch_into_l2(args, lane, rank)
             dependent_launch.wait()
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
             cute.arch.cluster_wait()

@@ -176,6 +176,12 @@ def planned(rows: int, tokens: int) -> Plan:
 @functools.cache
 def sharing(plan: Plan) -> Plan:
     """The plan with so few stages that two CTAs share a multiprocessor, for a part of a joint launch: the CTAs of
-    another part run at the same time. Tiles and clusters are the same."""
-    stages = min(plan.stages, (SMEM_BYTES // 2 - ALIGNMENT) // plan.stage_bytes)
-    return replace(plan, stages=stages, ctas_per_sm=2)
+    another part run at the same time. Tiles and clusters are the same.
+
+    Tiles of 32 rows have stages of two blocks: with four, a thread needs more registers than the 168 that two CTAs
+    leave.
+    """
+    blocks = 2 if plan.rows == 32 else plan.blocks
+    of_stage = replace(plan, blocks=blocks, stages=2)
+    most = (SMEM_BYTES // 2 - ALIGNMENT) // of_stage.stage_bytes
+    return replace(of_stage, stages=min(plan.stages * plan.blocks // blocks, most), ctas_per_sm=2)

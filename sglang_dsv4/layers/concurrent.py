@@ -10,9 +10,8 @@ each kernel fills the GPU, and the parts run one after the other. Bits do not ch
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -52,19 +51,20 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextlib.contextmanager
-def _beside(tokens: int) -> Iterator[contextlib.AbstractContextManager]:
-    """Yields a context for work on the side stream, which work after this block waits for; the context changes nothing
-    where everything stays on one stream."""
-    few = tokens <= MOST_TOKENS
-    if not (few and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        yield contextlib.nullcontext()
-        return
+def _on_two_streams(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
+    """The results of the calls: while a graph of few tokens is captured, the first runs on the current stream, the
+    others on the side stream; else one follows the other."""
+    captured = tokens <= MOST_TOKENS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not (captured and any(calls[1:])):
+        return tuple(call and call() for call in calls)
     current = torch.cuda.current_stream()
     side = _side_stream(current.device_index)
     side.wait_stream(current)
-    yield torch.cuda.stream(side)
+    with torch.cuda.stream(side):
+        of_others = [call and call() for call in calls[1:]]
+    of_first = calls[0] and calls[0]()
     current.wait_stream(side)
+    return of_first, *of_others
 
 
 def side_by_side(first: Callable[[], First], second: Callable[[], Second], tokens: int) -> tuple[First, Second]:
@@ -77,10 +77,7 @@ def side_by_side(first: Callable[[], First], second: Callable[[], Second], token
             meanwhile.
         tokens: of the forward.
     """
-    with _beside(tokens) as context:
-        with context:
-            of_second = second()
-        return first(), of_second
+    return _on_two_streams(tokens, first, second)
 
 
 in_order = joint_launch.chained
@@ -100,10 +97,4 @@ def together(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
     if joins(tokens):
         with joint_launch.joined():
             return tuple(call and call() for call in calls)
-    results: list[Any] = [None] * len(calls)
-    with _beside(tokens) if any(calls[1:]) else contextlib.nullcontext(contextlib.nullcontext()) as context:
-        with context:
-            for i, call in enumerate(calls[1:], 1):
-                results[i] = call and call()
-        results[0] = calls[0] and calls[0]()
-    return tuple(results)
+    return _on_two_streams(tokens, *calls)

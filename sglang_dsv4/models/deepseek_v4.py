@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_dsv4.determinism import checks
-from sglang_dsv4.layers import data_parallel, peer_sums, sequence_parallel
+from sglang_dsv4.layers import concurrent, data_parallel, peer_sums, sequence_parallel
 from sglang_dsv4.layers.attention import Attention
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
@@ -45,6 +45,7 @@ def check_server_options(config: Config) -> None:
     """
     sequence_parallel.is_on()
     peer_sums.choice()
+    concurrent.is_on()
     dtype = torch.get_default_dtype()  # SGLang's loader builds a model under its dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")

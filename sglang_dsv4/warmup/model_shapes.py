@@ -43,6 +43,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
     entry_and_key = (geometry.row_dim, geometry.index_dim)
     wo_a = grouped_projection.kept(config, generation, geometry.dtype)
     packed = on_gpu and packed_experts.is_chosen()
+    joins = on_gpu and concurrent.is_on()
     return ModelShapes(
         attention=attention_shapes(geometry, heads, device),
         hidden_size=config.hidden_size,
@@ -64,8 +65,8 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         packed_experts=packed,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
         experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
-        shared_channels=config.moe_intermediate_size // get_parallel().tp_size,
-        joins_launches=on_gpu and concurrent.is_on(),
+        shared_channels=config.moe_intermediate_size // get_parallel().tp_size if joins else 0,
+        joins_launches=joins,
         peer_sum_ranks=peer_sums.ranks(),
         peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
     )

@@ -40,8 +40,14 @@ def main(tmp_path: Path, order: list[str], monkeypatch: pytest.MonkeyPatch) -> I
         return [cell(4, 5.0), cell(16, 50.0), cell(2, 1.0)]
 
     warmed = []
+
+    def warm_up(server: servers.Server, works: list[str]) -> None:
+        warmed.append((server.contender, works))
+        if len(warmed) == 3:  # of the test in which a server ends
+            raise OSError("connection refused")
+
     monkeypatch.setattr(serve_ab, "cells", cells)
-    monkeypatch.setattr(serve_ab, "warm_up", lambda server, works: warmed.append((server.contender, works)))
+    monkeypatch.setattr(serve_ab, "warm_up", warm_up)
     monkeypatch.setattr(sessions, "SECONDS_TO_END", 0.3)
     monkeypatch.setattr("lib.serve_turns.PORT", 31_520)
     monkeypatch.setattr("lib.serve_turns.WARM_UP_S", 10.0)
@@ -99,7 +105,9 @@ def test_a_contender_that_ends_leaves_the_others(main: Main, order: list[str], t
     with servers.others_suspended(tmp_path / "servers", "of ours"):
         pass
     assert sessions.leader_runs(pids_in(tmp_path / "servers")["ours"])
-    assert main(*asked, "--seconds", "400") == 0  # it is started again
+    assert main(*asked, "--seconds", "400") == 0  # it is started again, and its unmeasured loads fail
+    failed = json.loads((tmp_path / "out.json").read_text())["not_up"]
+    assert failed["builtin+marlin, unmeasured loads"] == "OSError: connection refused"
     assert order[-3:] == ["ours 16", "builtin 16", "builtin 2"]
 
 

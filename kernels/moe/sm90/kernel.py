@@ -122,6 +122,12 @@ def work_tile(args: Arguments, index: Int32) -> tuple:
     return row_tile, expert, first_group, ptx.load_i32(address + 4 * TileField.GROUPS)
 
 
+def weights_of(args: Arguments, expert: Int32, row_tile: Int32) -> tuple:
+    """Addresses of the codes and of the shifts of 128 rows of an expert."""
+    codes = args.codes + (Int64(expert) * args.row_tiles + row_tile) * args.steps * CODE_BYTES
+    return codes, args.shifts + expert * args.shift_expert_bytes + Int64(row_tile) * args.steps * SHIFT_BYTES
+
+
 @cute.jit
 def produce(
     args: Arguments,
@@ -137,8 +143,7 @@ def produce(
     stage = first_to_fill()
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
-        codes = args.codes + (Int64(expert) * args.row_tiles + row_tile) * args.steps * CODE_BYTES
-        shifts = args.shifts + expert * args.shift_expert_bytes + Int64(row_tile) * args.steps * SHIFT_BYTES
+        codes, shifts = weights_of(args, expert, row_tile)
         before = Int64(first_group) * args.steps
         tokens, scales = args.tokens + before * GROUP_BYTES, args.token_scales + before * (4 * GROUP)
         sources = codes, shifts, tokens, scales
@@ -205,8 +210,7 @@ def gather(
     stage = first_to_fill()
     for index in cutlass.range(first, end, stride, unroll=1):
         row_tile, expert, first_group, groups = work_tile(args, index)
-        codes = args.codes + (Int64(expert) * args.row_tiles + row_tile) * args.steps * CODE_BYTES
-        shifts = args.shifts + expert * args.shift_expert_bytes + Int64(row_tile) * args.steps * SHIFT_BYTES
+        codes, shifts = weights_of(args, expert, row_tile)
         slots, listed = groups * GROUP, args.source + Int64(first_group) * (4 * GROUP)
         for i in cutlass.range_constexpr(plan.shape.slots // SLOTS_AT_ONCE):
             slot = i * SLOTS_AT_ONCE + lane // (STEP // 16)

@@ -40,7 +40,7 @@ def test_errors_say_what_is_expected() -> None:
     i = inputs(2, 32)
     for wrong, message in (
         ({"weight": i.weight[1:]}, r"hc_boundary: x \(2, 4, 32\) needs norm_weight \(32,\); got \(31,\)"),
-        ({"y": i.y.float()}, "of their dtype"),
+        ({"y": i.y.float()}, r"need y \(2, 32\) torch.bfloat16"),
         ({"comb": i.comb[:1]}, r"comb \(2, 4, 4\)"),
         ({"fn": i.fn[:8]}, r"fn \(24, 128\)"),
     ):

@@ -26,7 +26,6 @@ from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.moe import Mxfp4Experts, ref
 from dsv4_kernels.moe.sm90 import weights as arrangement
 from dsv4_kernels.moe.sm90 import workspace
-from dsv4_kernels.quant import fp8_quantise
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -87,61 +86,6 @@ def test_the_sum_is_the_definition_s(name: str, shape: str) -> None:
         assert max(widths) > room >= min(widths) or (case.one_expert and max(widths) > room)
     if name == "only-other-ranks":
         assert not out.any()
-
-
-def gathered(case: Case, quantised: bool, **options: object) -> tuple[Tensor, Any]:
-    """(result with NARROW work tiles, emulated device), of tokens that are quantised before or by a launch here."""
-    from ptx_emulator import Checks, emulated
-
-    from dsv4_kernels.moe.sm90 import launch
-
-    x, weights, ids, _ = case.inputs()
-    packed = arranged(case.experts, case.d, case.channels)
-    codes, scales = fp8_quantise(x, 128, column_major=True)
-    fp8 = strided(codes.view(torch.uint8), 1, 32).view(torch.float8_e4m3fn), strided(scales.T, 1, 3).T
-    launch.hardware_multiprocessors.cache_clear()
-    options = {"checks": Checks.strict(), "schedule": "random", **options}
-    with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
-        work = launch.plan_work(weights, ids, packed, case.offset, shapes()["narrow"])
-        rows = launch.multiply_all(strided(x, 1, 24), work, packed, LIMIT, fp8 if quantised else None)
-        out = launch.sum_products(rows, work, torch.float32, None)
-    launch.hardware_multiprocessors.cache_clear()
-    assert len(device.reports) == 6 - quantised and not any(report.warnings for report in device.reports)
-    return out, device
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        ("few", "random"),
-        *(pytest.param(name, "late", marks=pytest.mark.slow) for name in CASES),
-        *(pytest.param("few", schedule, marks=pytest.mark.slow) for schedule in ("eager", "random_warps")),
-    ],
-)
-def test_gathered_tokens_give_the_bits_of_arranged_ones(name: str, schedule: str) -> None:
-    with dependent_launch.switched(True):
-        expected, _ = gathered(CASES[name], quantised=False)
-        assert same_bits(gathered(CASES[name], quantised=True, schedule=schedule)[0], expected)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_turns")
-def test_deleted_synchronisation_of_a_gather_is_noticed() -> None:
-    """The fence that is not noticed is explained in emulator/results/mutation_reasons.json."""
-    case = replace(CASES["k-longer-than-the-stages"], tokens=7, channels=384)
-    _, device = gathered(case, quantised=True, schedule="late", record=True)
-    rates = delete_synchronisation("experts_sm90_gate_up_gathering", device, 1)
-    assert rates.pop("fence") == 2 / 3 and set(rates.values()) == {1}, rates
-
-
-def test_codes_that_cannot_be_gathered() -> None:
-    from dsv4_kernels.moe.sm90 import launch
-
-    codes = torch.zeros(2, 264, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    for wrong in (codes[:, :256], codes[:, :256].T, codes):
-        with pytest.raises(ValueError, match=r"codes of tokens must be \[T, 256\] with contiguous channels"):
-            launch.check_codes(wrong, 256)
-    launch.check_codes(codes[:1, :256], 256)
 
 
 def test_it_may_begin_early() -> None:
@@ -383,33 +327,6 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
     assert (listed.slot_of_pair[~here] < 0).all()
 
 
-@pytest.mark.parametrize("shape", shape_names())
-def test_the_estimate_counts_what_is_listed(shape: str) -> None:
-    from lib import experts_sm90_static as static
-
-    for case in (*PAIRED.values(), CASES["several-tiles-of-one-expert"], Case(300, chosen=2, experts=3, d=512)):
-        slots = torch.bincount(case.inputs()[2].flatten(), minlength=case.experts).tolist()
-        packed = arranged(case.experts, case.d, case.channels)
-        from dsv4_kernels.moe.sm90 import launch
-
-        found = static.widths(slots, shapes()[shape], launch.least_paired_tiles(packed, case.multiprocessors))
-        assert [width for of_expert in found for width in of_expert] == listed_widths(case, shape)
-
-
-def test_the_estimate_is_near_what_was_measured() -> None:
-    """Estimates for an H200 with all tokens at six experts are near the measured times; paired tiles pay for them."""
-    from lib import experts_sm90_static as static
-    from lib.experts_inputs import MODELS
-
-    measured, model = static.measured_us(), MODELS["flash"]
-    for tokens in (16, 64, 128, 256, 1024):
-        slots = [tokens] * 6 + [0] * (model.experts - 6)
-        by_shape = {name: static.estimate(slots, model, shapes()[name]).us for name in ("narrow", "paired")}
-        for shape, least in (("narrow", 0.94), ("paired", 0.88)):
-            assert least < by_shape[shape] / measured[f"flash-six-t{tokens}", shape] < 1.05
-        assert by_shape["paired"] <= by_shape["narrow"] * (0.85 if tokens > 32 else 1.0)
-
-
 # ---- errors, and the choice of the implementation
 
 
@@ -549,9 +466,3 @@ def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
             overlapping = launch.experts_forward(x, weights, ids, hopper, LIMIT)
     graph.replay()
     assert same_bits(in_turns, out) and same_bits(overlapping, out)
-    codes = fp8_quantise(x, 128, column_major=True)
-    with dependent_launch.switched(True):
-        for _ in range(20):
-            work = launch.plan_work(weights, ids, hopper, shape=shapes()["narrow"])
-            rows = launch.multiply_all(x, work, hopper, LIMIT, codes)
-            assert same_bits(launch.sum_products(rows, work, torch.float32, None), out)
