@@ -43,7 +43,7 @@ def test_the_means_are_over_seeds() -> None:
 def test_a_router_keeps_conversations_on_their_server(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The router sees requests and no caches; ours also sees the load, for which it moves a conversation now and then."""
+    """The router sees requests and no caches; ours also sees the load, and moves a conversation now and then."""
     for name, value in (*ENV.items(), ("SGLANG_DSV4_TAIL_INTERVAL", "256")):
         monkeypatch.setenv(name, value)
     contenders = (PREFIX, IN_TURN, ROUTER, ROUTER_OF_RANKS)
