@@ -37,8 +37,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import aiohttp
-from lib import serve_load
+from lib.http_client import HttpClient, new_session
 from lib.servers import Server, running
 from lib.versions import versions
 
@@ -84,8 +83,7 @@ async def converse(load: Load, url: str, rank_of: Callable[[int], int | None]) -
     order = [i for i in range(load.conversations) for _ in range(load.turns)]
     rng.shuffle(order)
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    timeout = aiohttp.ClientTimeout(total=serve_load.TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=serve_load.connections()) as session:
+    async with new_session() as session:
 
         async def turn(i: int, rank: int | None) -> None:
             body = {"input_ids": histories[i], "sampling_params": sampling}
@@ -134,8 +132,8 @@ def measure(
 
 
 async def _flush(url: str) -> None:
-    async with aiohttp.ClientSession(connector=serve_load.connections()) as session:
-        await serve_load.Client(session, url).flush()
+    async with new_session() as session:
+        await HttpClient(session, url).flush()
 
 
 def flags(pages: int, replicas: int, name: str) -> list[str]:

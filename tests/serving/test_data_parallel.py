@@ -21,13 +21,14 @@ import requests
 import zmq
 from serving import replayed_graphs
 from serving.groups import (
-    ENVIRONMENTS,
     KINDS,
     QUESTIONS,
     Question,
     at_once,
     bits,
+    environment,
     group_flags,
+    is_crowded,
     questions,
     shape_for,
     some,
@@ -65,7 +66,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ranks, groups, kind = request.param
     folder = tmp_path_factory.mktemp("groups")
     write_checkpoint(folder / "model", shape_for(kind, ranks))
-    env = TAILS | {FOLDER_VARIABLE: str(folder / "files")} | ENVIRONMENTS.get(kind, {})
+    env = TAILS | {FOLDER_VARIABLE: str(folder / "files")} | environment(kind)
     port = consecutive_free_ports(groups)
     events = ("--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"}))
     flags = (*group_flags(kind, ranks, groups), *events)
@@ -120,7 +121,7 @@ def test_busy_answers_are_those_of_alone_on_every_group(running: Served) -> None
         assert all(alone[i, g] == alone[i, 0] for g in range(groups)), "a group has other bits"
     flush(server)
     asked = [(i, g) for g in range(groups) for i in range(len(asked_of_all))]
-    crowded = running.kind == "crowded"  # a retracted request finds its own prefix
+    crowded = is_crowded(running.kind)  # a retracted request finds its own prefix
     asked = (asked[::2] + asked[1::2]) * (2 if crowded else 1)
     busy = at_once(server, [(asked_of_all[i], g) for i, g in asked])
     assert [bits(answer) for answer in busy] == [alone[one] for one in asked]

@@ -294,6 +294,29 @@ def agents() -> str:
     return markdown(("requests, ours / built-in", "number", *head), rows())
 
 
+CHOICES = {
+    "one": "one cache of twice the size",
+    "prefix": "two caches, rank by prefix",
+    "in_turn": "two caches, in turn (SGLang's default)",
+    "router": "two servers behind `sglang-router`",
+    "router_of_ranks": "two ranks of a server, chosen by `sglang-router --dp-aware`",
+}
+
+
+def ranks() -> str:
+    """Hit rates of conversations over two caches, by who chooses the rank, and how the requests were divided."""
+    found = {(row["contender"], row["shared"]): row for row in load("ranks_cpu")["rows"]}
+    shared = sorted({tokens for _, tokens in found})
+
+    def rows() -> Iterator[list[str]]:
+        for contender, label in CHOICES.items():
+            own = [found[contender, tokens] for tokens in shared]
+            yield [label, *(text for row in own for text in (f"{row['hit_rate']:.3f}", f"{row['busier']:.2f}"))]
+
+    columns = (column for tokens in shared for column in (f"hits, {tokens:,} shared", "on the busier cache"))
+    return markdown(("", *columns), rows())
+
+
 def deterministic() -> str:
     """Answers compared under the deterministic flag, and how many differed."""
 

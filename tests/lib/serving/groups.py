@@ -23,20 +23,38 @@ KINDS: dict[str, tuple[str, ...]] = {
     "DSPARK": (*drafting_flags("DSPARK"), *DETERMINISTIC),
     "tiers": (*HOST_TIERS, *DETERMINISTIC),
     "crowded": ("--enable-mixed-chunk", *DETERMINISTIC),
+    "crowded-EAGLE": (*drafting_flags("EAGLE"), *DETERMINISTIC),
 }
-ENVIRONMENTS = {"crowded": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}}
-"""Decode steps that join prefills, and requests that are retracted now and then."""
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+
+
+def is_crowded(kind: str) -> bool:
+    """Whether requests are retracted now and then; without drafts, decode steps also join prefills."""
+    return kind.startswith("crowded")
+
+
+def environment(kind: str) -> dict[str, str]:
+    """Return the environment of a server in addition to others."""
+    return RETRACTING if is_crowded(kind) else {}
+
+
+def algorithm(kind: str) -> str | None:
+    """Return the algorithm by which a kind of server drafts."""
+    name = kind.removeprefix("crowded-")
+    return name if name in ALGORITHMS else None
 
 
 def shape_for(kind: str, ranks: int) -> Shape:
     """Return the checkpoint's shape: experts that `ranks` ranks can share, and the draft's kind."""
-    shape = ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"]
+    drafting = algorithm(kind)
+    shape = ALGORITHMS[drafting][0] if drafting else PRESETS["tiny"]
     return with_fields(shape, moe_intermediate_size=max(256, 128 * ranks))
 
 
 def group_flags(kind: str, ranks: int, groups: int) -> tuple[str, ...]:
-    """Return the flags of a server with `groups` groups of `ranks // groups` ranks; chunks of 256 tokens a group."""
-    chunk = ("--chunked-prefill-size", str(256 * groups))
+    """Return the flags of a server with `groups` groups of `ranks // groups` ranks; chunks of 256 tokens a group, or
+    512 for a crowded one: a running request takes a token of a mixed chunk, of which whole pages are left."""
+    chunk = ("--chunked-prefill-size", str((512 if is_crowded(kind) else 256) * groups))
     return ("--tp-size", str(ranks), "--attn-dp-size", str(groups), *chunk, *FLAGS, *KINDS[kind])
 
 
@@ -53,11 +71,12 @@ class Question:
     tokens: tuple[int, ...]
     new: int
     parameters: dict[str, Any] = field(default_factory=dict)
+    logprobs: bool = True  # SGLang mixes no decode steps with prefills of requests that ask for log-probabilities
 
     def ask(self, server: Server, group: int | None) -> dict[str, Any]:
         """Return the answer of a group of ranks."""
         sampling = {"max_new_tokens": self.new, "temperature": 0, "ignore_eos": True, **self.parameters}
-        body = {"input_ids": list(self.tokens), "sampling_params": sampling, "return_logprob": True}
+        body = {"input_ids": list(self.tokens), "sampling_params": sampling, "return_logprob": self.logprobs}
         response = requests.post(f"{server.url}/generate", json=body | {"routed_dp_rank": group}, timeout=300)
         assert response.status_code == 200, response.text
         result = response.json()
@@ -78,12 +97,13 @@ QUESTIONS = (
 def questions(kind: str) -> list[Question]:
     """Return the questions for a kind of server: one that drafts has no seeds, so that its answers are greedy; a
     crowded one answers at length, since requests are retracted while no prompt is computed."""
-    drawing = ("temperature", "top_p", "sampling_seed") if kind in ALGORITHMS else ()
-    more = 30 if kind == "crowded" else 0
+    drawing = ("temperature", "top_p", "sampling_seed") if algorithm(kind) else ()
+    more = 30 if is_crowded(kind) else 0
     return [
         with_fields(
             one,
             new=one.new + more,
+            logprobs=kind != "crowded",
             parameters={name: value for name, value in one.parameters.items() if name not in drawing},
         )
         for one in QUESTIONS
@@ -91,8 +111,9 @@ def questions(kind: str) -> list[Question]:
 
 
 def bits(result: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Return the tokens of an answer and their log-probabilities."""
-    return result["output_ids"], output_logprobs(result)
+    """Return the tokens of an answer and their log-probabilities, where the question has asked for them."""
+    has_logprobs = "output_token_logprobs" in result["meta_info"]
+    return result["output_ids"], output_logprobs(result) if has_logprobs else []
 
 
 def at_once(server: Server, asked: list[tuple[Question, int]]) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from model.released_configs import FLASH, PRO, as_sglang_parses
 
-from sglang_dsv4.model_config.config import Config, QuantSwitches
+from sglang_dsv4.model_config.config import Config, ConfigError, QuantSwitches
 from sglang_dsv4.model_config.topology import Topology
 
 
@@ -54,3 +55,17 @@ def test_an_unquantised_model_may_be_cut_anywhere(configs: dict[str, Config]) ->
     config = replace(configs["pro"], quantised_checkpoint=False, qat=QuantSwitches.off())
     assert Topology(16).problem(config) is None
     assert "3072 channels can't" in (Topology(5, 5).problem(config) or "")
+
+
+def test_the_model_refuses_ranks_that_cannot_share_it(
+    configs: dict[str, Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For those who build the model without the launcher; a draft's model checks the same."""
+    from sglang_dsv4.models import deepseek_v4
+
+    parallel = SimpleNamespace(pp_size=1, tp_size=8, attn_dp_size=1, moe_ep_size=1)
+    monkeypatch.setattr(deepseek_v4, "get_parallel", lambda: parallel)
+    deepseek_v4.check_server_options(configs["pro"])
+    parallel.tp_size = 16
+    with pytest.raises(ConfigError, match="'tp_size' is 16; accepted: another one: the shared expert's 3072 channels"):
+        deepseek_v4.check_server_options(configs["pro"])
