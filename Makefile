@@ -1,6 +1,6 @@
 # make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
 #
-# Variables: PYTHON=python3.11 (or 3.12, 3.13)  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=2
+# Variables: PYTHON=python3.11 (or 3.12, 3.13)  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=3
 #            SHARD=2/8  MINUTES=20 (of test-slow: an eighth of the slow tests, none of which begins after 20 minutes)
 #            SGLANG=<version> (of compat: what it moved, renamed or changed of what this package uses)  COMPAT_ARGS=--differences
 #            PRESET=<layout of `make checkpoint`: tiny, nvfp4, flash-april, flash-0731, pro-0813, flash, pro>
@@ -17,7 +17,7 @@ SHARD       ?=
 MINUTES     ?=
 SGLANG      ?=
 COMPAT_ARGS ?=
-WORKERS     ?= 2
+WORKERS     ?= 3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH       ?=
 PYTHONS     ?=
@@ -28,7 +28,7 @@ BIN   := $(VENV)/bin
 SETUP_INPUTS := requirements-cpu.txt requirements-test.txt pyproject.toml setup_venv.sh
 STAMP := $(VENV)/.ready-$(shell cat $(SETUP_INPUTS) | cksum | cut -d' ' -f1)
 # `make test` runs WORKERS processes side by side (tests/conftest.py says which tests stay together), so each computes
-# with one thread. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
+# with one thread. One more than two cores: the process whose tests ask servers mostly waits. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # A part of the slow tests: shard 2/8, or HASH/8 for the one that a commit's hash chooses; no test begins after MINUTES.
 PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
