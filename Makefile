@@ -28,7 +28,8 @@ BIN   := $(VENV)/bin
 SETUP_INPUTS := requirements-cpu.txt requirements-test.txt pyproject.toml setup_venv.sh
 STAMP := $(VENV)/.ready-$(shell cat $(SETUP_INPUTS) | cksum | cut -d' ' -f1)
 # `make test` runs WORKERS processes side by side (tests/conftest.py says which tests stay together), so each computes
-# with one thread. One more than two cores: the process whose tests ask servers mostly waits. TEST_ARGS="-n0 …" runs them in one process, which a debugger needs.
+# with one thread. One more than two cores: the process whose tests ask servers mostly waits. TEST_ARGS="-n0 …" runs them
+# in one process, which a debugger needs.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # A part of the slow tests: shard 2/8, or HASH/8 for the one that a commit's hash chooses; no test begins after MINUTES.
 PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
