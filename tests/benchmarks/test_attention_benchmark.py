@@ -51,6 +51,7 @@ PREFILL = [Case(True, kind, 4096, 2, 70, fp8) for kind in ("swa", "csa512", "hca
 
 
 @pytest.mark.parametrize("unpacks", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as_stored", "unpacked"])
+@pytest.mark.slow
 def test_a_run_from_end_to_end(monkeypatch: pytest.MonkeyPatch, unpacks: bool) -> None:
     """Every kind of case agrees with fp64, as the run itself checks: a wrong list, offset or page table would show."""
     monkeypatch.setattr(unpacking, "pays", lambda *sizes: unpacks)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ops.order_of_summation import as_from_fp8
 from ops.row_kernels import emulated_row_kernel
+from selection.marks import with_slow_marks
 
 from dsv4_kernels import registry
 
@@ -44,7 +45,7 @@ def on_hopper(compiled_here: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("tokens", [3, 64])
+@pytest.mark.parametrize("tokens", with_slow_marks([3, 64], quick=[3]))
 def test_every_contender_is_run_and_compared(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with all variants; a wrong variant is not timed."""
     sets = [bench.weights(2, seed, CPU) for seed in range(2)]

@@ -45,6 +45,7 @@ def test_long_prompts_wait_for_room(server: Server) -> None:
     assert server.is_alive()
 
 
+@pytest.mark.slow
 def test_growing_answers_are_retracted_and_finished(server: Server) -> None:
     """16 requests that fit when they start (a page each) and not when they have grown (two pages each)."""
     prompts = [prompt(seed + 50, 200 + seed) for seed in range(MAX_RUNNING)]

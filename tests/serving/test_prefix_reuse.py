@@ -135,6 +135,7 @@ def running_requests(server: Server) -> int:
     return requests.get(f"{server.url}/v1/loads", timeout=300).json()["loads"][0]["num_running_reqs"]
 
 
+@pytest.mark.slow
 def test_abort_gives_everything_back(server: Server) -> None:
     """Requests aborted while queued, prefilling and decoding; afterwards every page and every slot is usable again."""
     flush(server)

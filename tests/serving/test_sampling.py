@@ -87,6 +87,7 @@ def test_a_seed_decides_the_answer(server: Server, options: dict[str, float]) ->
     assert len(set(drawn)) == 3
 
 
+@pytest.mark.slow
 def test_a_seed_decides_beside_every_other_kind_of_request(server: Server) -> None:
     """Seeded requests join a running batch of unseeded ones and outlive others: batches merge and are filtered."""
     alone = [tokens(server, temperature=1.5, sampling_seed=1, **options) for options in LIMITS]

@@ -76,6 +76,7 @@ def test_greedy_answers_are_the_same_bits(server: Server, speculating: Speculati
     assert tokens_a_step(drafted) < 1.2
 
 
+@pytest.mark.slow
 def test_hits_answer_the_same_bits(server: Server, speculating: Speculating) -> None:
     first = random_prompts(3, [600, 300])
     ask(speculating.server, first, 2, max_new_tokens=4)

@@ -171,7 +171,6 @@ CLUSTERED = [name for name, spec in CASES.items() if fits_a_cluster(spec)]
 QUICK_CLUSTERED = (
     "csa_512-fp8",
     "list_lengths-fp8",
-    "lengths_of_both-fp8",
     "heads_65-fp8",
     "scales_at_the_extremes-fp8",
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from model.compare import MARGIN, assert_equal_logits
 from model.served import Served
+from selection.marks import with_slow_marks
 
 SHORT = tuple(range(1, 10))
 EDGES = (127, 128, 129, 130, 255, 256, 257)  # around the end of the window, of an HCA group, of a page
@@ -32,7 +33,7 @@ def test_few_positions_are_excluded(served: Served) -> None:
     assert (margins <= MARGIN).sum() <= 0.002 * len(margins)
 
 
-@pytest.mark.parametrize("chunk_tokens", [pytest.param(1, marks=pytest.mark.slow), 3, 32, 64, 256])
+@pytest.mark.parametrize("chunk_tokens", with_slow_marks([1, 3, 32, 64, 256], quick=[32, 64, 256]))
 @pytest.mark.parametrize("lengths", [SHORT[:5], SHORT[5:], EDGES], ids=["1-5", "6-9", "127-257"])
 def test_prompts_together(served: Served, lengths: Sequence[int], chunk_tokens: int | None) -> None:
     """Several prompts in one batch, which end their prefill, decode and finish at different steps."""

@@ -13,6 +13,7 @@ from model.compare import assert_equal_logits
 from model.harness import Harness, Mode, Request
 from model.oracle import REAL_ROWS, OracleRun
 from model.served import Served
+from selection.marks import with_slow_marks
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
@@ -268,7 +269,10 @@ def check_rejections(speculative: Served, prompt: int, accepted: int, steps: int
     assert_equal_logits(torch.cat(logits), speculative.expected[2], f"prompt {prompt}, {accepted} of {DRAFTS} accepted")
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255])
+@pytest.mark.parametrize(
+    "prompt",
+    with_slow_marks([1, 2, 3, 4, 6, 7, 124, 125, 126, 127, 128, 253, 254, 255], quick=[1, 4, 7, 125, 127, 254]),
+)
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
 def test_rejected_drafts_leave_no_trace(speculative: Served, prompt: int, accepted: int) -> None:
     """Rejected drafts had closed CSA and HCA groups and wrapped the rings; later tokens must not be affected."""
