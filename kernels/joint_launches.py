@@ -57,7 +57,7 @@ def _of_experts(model: ModelShapes) -> Iterator[tuple[Part, ...]]:
     for configuration in router.configurations(model):
         choice = router.part(configuration)
         if model.packed_experts:
-            from dsv4_kernels.moe.sm90 import work_list
+            from dsv4_kernels.moe import work_list
 
             choice = joint_launch.chain((router.part(configuration, True), work_list.PART))
         yield choice, moe.part(model.quantises_inputs)

@@ -107,8 +107,21 @@ class Op:
     """Devices on which forwards run it."""
     option: Option | None = None
     """Forwards run it only with this option; None: with any options."""
-    by_name: str | None = None
-    """Implementation that the layer calls by name, whatever the priorities; None: the registry chooses."""
+    by_name: bool = False
+    """Whether the layer calls the kernel of the GPU's generation by name, whatever the priorities."""
+
+    def named(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """The implementation that the layer calls by name; None if the registry chooses.
+
+        Raises:
+            NotImplementedError: no kernel serves this device and dtype.
+        """
+        if not self.by_name:
+            return None
+        kernels = [row.name for row in self.implementations if row.name != "ref" and row.supports(device, dtype)]
+        if not kernels:
+            raise NotImplementedError(f"op {self.name!r} has no kernel for device {device.type!r} with dtype {dtype}")
+        return kernels[0]
 
 
 # ---- constructors of rows
@@ -139,7 +152,7 @@ def _op(
     *implementations: Implementation,
     devices: tuple[str, ...] = ("cpu", "cuda"),
     option: Option | None = None,
-    by_name: str | None = None,
+    by_name: bool = False,
 ) -> Op:
     ref = Implementation(
         "ref",
@@ -272,17 +285,17 @@ _ROWS = (
     _op("fused_swiglu", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}", "compile_jobs")),
     _op("swiglu_fp8", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),
     _op("experts_forward", "moe", STEP, WAITING, devices=CPU),
-    # Priority -1: chosen by name only. The sm100 kernels have run in the emulator, but on no GPU.
+    # Priority -1: chosen by name only, because a kernel takes weights that are arranged for it.
     _op(
         "mxfp4_experts_forward",
         "moe",
         STEP,
         WAITING,
-        _kernel("sm100", "moe.sm100.launch:mxfp4_experts_forward", priority=-1),
+        _kernel("sm100", "moe.sm100.launch:mxfp4_experts_forward", "compile_jobs", priority=-1),
         _kernel("sm90", "moe.sm90.launch:mxfp4_experts_forward", "compile_jobs", priority=-1),
         devices=GPU,
         option=Option.PACKED_EXPERTS,
-        by_name="sm90",
+        by_name=True,
     ),
     _op(
         "nvfp4_experts_forward",

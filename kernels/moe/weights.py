@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -9,9 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.moe.sm90.weights import HopperExperts, arrange
-
-_TILE_ROWS = 128
-_STEP_SCALES = 4
+from dsv4_kernels.moe.sm100.weights import in_rows, in_tiles
 
 
 class _Experts:
@@ -46,7 +45,7 @@ class _Experts:
         """
         if self.in_tiles:
             return self
-        return replace(self, w13_scale=_in_tiles(self.w13_scale), w2_scale=_in_tiles(self.w2_scale), in_tiles=True)
+        return replace(self, w13_scale=in_tiles(self.w13_scale), w2_scale=in_tiles(self.w2_scale), in_tiles=True)
 
 
 @dataclass(frozen=True)
@@ -90,25 +89,16 @@ class Nvfp4Experts(_Experts):
     w2_input: Tensor  # fp32 []
     in_tiles: bool = False
 
+    @functools.cached_property
+    def gate_up_factors(self) -> Tensor:
+        """fp32 [E, 2]: what a sum over codes and scales lacks in the products with w1 and w3."""
+        return (self.w13_global * self.w13_input).contiguous()
 
-def _in_tiles(scale: Tensor) -> Tensor:
-    """Scales in tiles: uint8 [E, rows / 128, scales of a row / 4, 512], from ue8m0 [E, rows, k / 32] or e4m3
-    [E, rows, k / 16].
-
-    In a tile of 128 rows and four scales, byte `16 (row % 32) + 4 (row // 32) + j` is scale j of a row: the order in
-    which `tcgen05.cp.32x128b.warpx4` copies to four columns of tensor memory.
-    """
-    experts, rows, blocks = scale.shape
-    if rows % _TILE_ROWS or blocks % _STEP_SCALES:
-        raise ValueError(
-            f"scales [{experts}, {rows}, {blocks}] do not fill tiles of {_TILE_ROWS} rows and {_STEP_SCALES} scales: "
-            "hidden and intermediate size must be multiples of 128"
-        )
-    tiles = scale.view(torch.uint8).view(experts, rows // _TILE_ROWS, 4, 32, blocks // _STEP_SCALES, _STEP_SCALES)
-    return tiles.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows // _TILE_ROWS, blocks // _STEP_SCALES, 512)
+    @functools.cached_property
+    def down_factors(self) -> Tensor:
+        """fp32 [E, 2]: as `gate_up_factors` of the product with w2, twice."""
+        return (self.w2_global * self.w2_input)[:, None].repeat(1, 2)
 
 
 def _in_rows(tiles: Tensor) -> Tensor:
-    experts, row_tiles, steps, _ = tiles.shape
-    rows = tiles.view(experts, row_tiles, steps, 32, 4, _STEP_SCALES).permute(0, 1, 4, 3, 2, 5)
-    return rows.reshape(experts, row_tiles * _TILE_ROWS, steps * _STEP_SCALES).view(torch.float8_e8m0fnu)
+    return in_rows(tiles).view(torch.float8_e8m0fnu)
