@@ -64,7 +64,6 @@ class Runs(Enum):
     STEP = "decode, verify and draft steps, and prefills"
     PREFILL = "prefills only"
     NOWHERE = "no forward: part of the definitions of other ops"
-    NOT_WIRED = "no forward yet: no layer selects its kernel"
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ def _products(function: str) -> tuple[Implementation, ...]:
 
 # ---- the table
 
-STEP, PREFILL, NOWHERE, NOT_WIRED = Runs
+STEP, PREFILL, NOWHERE = Runs
 CPU, GPU = ("cpu",), ("cuda",)
 
 _ROWS = (
@@ -300,9 +299,12 @@ _ROWS = (
     _op(
         "nvfp4_experts_forward",
         "moe",
-        NOT_WIRED,
+        STEP,
         WAITING,
-        _kernel("sm100", "moe.sm100.launch:nvfp4_experts_forward", priority=-1),
+        _kernel("sm100", "moe.sm100.launch:nvfp4_experts_forward", "nvfp4_compile_jobs", priority=-1),
+        devices=GPU,
+        option=Option.NVFP4_EXPERTS,
+        by_name=True,
     ),
     _op("rms_norm", "norm", STEP, SHAPED, *_kernels("norm.gpu:{}", "compile_jobs")),
     _op("rms_norm_fp8", "norm", STEP, SHAPED, *_kernels("norm.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),

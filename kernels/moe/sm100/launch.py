@@ -325,6 +325,11 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     return _jobs(model, arch, Numbers.MXFP8_MXFP4)
 
 
+def nvfp4_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """As `compile_jobs`, with NVFP4 weights."""
+    return _jobs(model, arch, Numbers.NVFP4)
+
+
 def _jobs(model: ModelShapes, arch: str, numbers: Numbers) -> list[Callable[[], object]]:
     summed = sums.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
     jobs: list[Callable[[], object]] = [

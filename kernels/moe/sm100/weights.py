@@ -69,10 +69,15 @@ def arrange(codes: Tensor, scale: Tensor, *, gate_up: bool, in_place: bool = Fal
         raise ValueError("an expert's scale is NaN (ue8m0 255): the checkpoint is damaged")
     if not in_place:
         return TiledMatrix(codes, in_tiles(scale))
+    return TiledMatrix(codes, tile_in_place(scale))
+
+
+def tile_in_place(scale: Tensor) -> Tensor:
+    """Scales [E, rows, n] of one byte each, contiguous, overwritten by tiles: a view [E, rows / 128, n / 4, 512]."""
     for first in range(0, len(scale), _EXPERTS_AT_ONCE):
         some = scale[first : first + _EXPERTS_AT_ONCE].view(torch.uint8)
         some.copy_(in_tiles(some).view(some.shape))
-    return TiledMatrix(codes, _as_tiles(scale))
+    return _as_tiles(scale)
 
 
 def in_checkpoint_order(codes: Tensor, scale: Tensor, *, gate_up: bool) -> tuple[Tensor, Tensor]:

@@ -287,7 +287,7 @@ def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> No
     assert not experts_runner.serves(arguments, SimpleNamespace(**(vars(model) | {"is_fp4_experts": False})))
     # With sixteen ranks each has 128 channels, too few for factors in addition to shifts.
     assert not experts_runner.serves(SimpleNamespace(device="cuda", tp_size=16, ep_size=1), model)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     assert not experts_runner.serves(arguments, model)
 
 
