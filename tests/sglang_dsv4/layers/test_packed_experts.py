@@ -23,6 +23,7 @@ from dsv4_kernels.moe import ref
 from sglang_dsv4.determinism import sglang_operators
 from sglang_dsv4.layers import local_experts, moe, packed_experts
 from sglang_dsv4.layers.linear import SublayerInput
+from sglang_dsv4.layers.nvfp4_experts import packed_experts_of
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
@@ -274,7 +275,7 @@ def test_what_it_does_not_serve_is_named(
     parallel = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1, moe_ep_rank=0)
     monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
     with pytest.raises(ConfigError, match=message):
-        PackedExperts(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
+        packed_experts_of(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
 
 
 def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> None:
