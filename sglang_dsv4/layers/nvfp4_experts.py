@@ -49,7 +49,7 @@ class Nvfp4PackedExperts(PackedExperts):
         self.add_parameter(f"{stem}input_scale", torch.ones(of_matrices, dtype=torch.float32))
 
     def weight_loader(self, param: nn.Parameter, loaded: Tensor, name: str, shard_id: str, expert_id: int) -> None:
-        """As for the base class; a scale of a whole matrix is `loaded []`."""
+        """Copy this rank's part as the base class does; a scale of a whole matrix is `loaded []`."""
         if loaded.dim():
             super().weight_loader(param, loaded, name, shard_id, expert_id)
             return

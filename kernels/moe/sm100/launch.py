@@ -326,7 +326,7 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
 
 
 def nvfp4_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
-    """As `compile_jobs`, with NVFP4 weights."""
+    """Compile jobs as `compile_jobs`, with NVFP4 weights."""
     return _jobs(model, arch, Numbers.NVFP4)
 
 

@@ -169,3 +169,29 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert registry.chosen("nvfp4_experts_forward", torch.device("cuda"), torch.bfloat16).name == "ref"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
+def test_a_blackwell_gpu_makes_the_sum(tokens: int) -> None:
+    """Flash's shapes with fewer experts: a token has the same bits alone, in a batch and in a replayed graph."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+        pytest.skip("needs a Blackwell GPU of data centres (sm_100a)")
+    x, weights, ids, packed = inputs(Case(tokens, chosen=6, experts=8, d=4096, channels=2048))
+    x, weights, ids = x.cuda(), weights.cuda(), ids.cuda()
+    packed = Nvfp4Experts(**{name: part.cuda() for name, part in vars(packed).items() if isinstance(part, Tensor)})
+    tiled = packed.tiled().with_factors()
+
+    def run(rows: slice) -> Tensor:
+        return moe.nvfp4_experts_forward(x[rows], weights[rows], ids[rows], tiled, LIMIT, impl="sm100")
+
+    out = run(slice(None))
+    few = slice(0, min(tokens, 64))
+    expected = moe.nvfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
+    assert (out[few] - expected).norm() <= 2.0**-7 * expected.norm()
+    assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run(slice(None))
+    graph.replay()
+    assert same_bits(again, out)
