@@ -277,6 +277,7 @@ _ROWS = (
         STEP,
         PRODUCT,
         _kernel("sm90", "linear.fp8:sm90", "compile_jobs"),
+        _kernel("sm100", "linear.fp8_blackwell:sm100", "compile_jobs"),
         devices=GPU,
         option=Option.FP8_LINEAR,
     ),

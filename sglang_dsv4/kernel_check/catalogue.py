@@ -48,7 +48,11 @@ KERNELS = (
         ("linear/test_linear.py", "linear/test_linear_gpu.py"),
         ("linear_fp32", "grouped_linear"),
     ),
-    Kernel("products in FP8", ("linear/test_linear_fp8.py", "linear/test_fp8_weight_gpu.py"), ("linear_fp8",)),
+    Kernel(
+        "products in FP8",
+        ("linear/test_linear_fp8.py", "linear/test_linear_fp8_sm100.py", "linear/test_fp8_weight_gpu.py"),
+        ("linear_fp8",),
+    ),
     Kernel(
         "experts, MXFP4",
         ("moe/test_experts_sm90.py", "moe/test_experts_sm90_gather.py", "moe/test_experts_sm100.py"),

@@ -226,7 +226,7 @@ class MoE(nn.Module):
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
-            quantised = given.fp8 if joins(tokens) else None
+            quantised = given.fp8 if self.experts.takes_codes(joins(tokens)) else None
             slot_rows, shared = side_by_side(
                 lambda: self.experts.multiply(x, work, quantised), lambda: shared_expert.down(hidden), tokens
             )

@@ -127,6 +127,10 @@ class PackedExperts(LocalExperts):
         assert self.arranged is not None, f"{self.prefix}: weights were never loaded"
         return launch_module(self.kernels).plan_work(weights, experts, self.arranged, self.first_local_expert)
 
+    def takes_codes(self, joins: bool) -> bool:
+        """Whether `multiply` is given quantised tokens that the layer has; on Hopper where launches are joined."""
+        return joins or self.kernels != "sm90"
+
     def multiply(self, x: Tensor, work: Work, quantised: tuple[Tensor, Tensor] | None) -> Tensor:
         """The weighted outputs of this rank's experts, for `sum`.
 

@@ -62,7 +62,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         experts_per_token=config.num_experts_per_tok,
         routes_by_token_id=bool(config.num_hash_layers),
         fp8_wo_a_tokens=grouped_projection.most_tokens_in_fp8(wo_a),
-        fp8_linear_tokens=fp8_linear.MOST_TOKENS if generation is not None and quantises else 0,
+        fp8_linear_tokens=fp8_linear.most_tokens(generation) if generation is not None and quantises else 0,
         packed_experts=packed and not nvfp4,
         nvfp4_experts=packed and nvfp4,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
