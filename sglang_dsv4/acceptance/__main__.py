@@ -33,7 +33,7 @@ from sglang_dsv4.acceptance import (
 )
 from sglang_dsv4.acceptance.client import Refused, Server, Unreachable
 from sglang_dsv4.acceptance.plan import QUICK, Plan
-from sglang_dsv4.acceptance.report import Result, red
+from sglang_dsv4.acceptance.report import Result, not_judged, red
 
 CHECKS: dict[str, Callable[[Server, served.Served, Plan], list[Result]]] = {
     encoding.NAME: encoding.check,
@@ -96,7 +96,7 @@ def plan_of(chosen: argparse.Namespace, without_drafts: Server | None) -> Plan:
 
 
 def run(server: Server, facts: served.Served, plan: Plan, only: Sequence[str]) -> list[Result]:
-    """The results of the checks. A server that is gone, or a response of another form, makes an item red."""
+    """The results of the checks, up to Ctrl-C. A server that is gone, or a response of another form, is red."""
     results: list[Result] = []
     for name, check in CHECKS.items():
         if name in only:
@@ -105,6 +105,8 @@ def run(server: Server, facts: served.Served, plan: Plan, only: Sequence[str]) -
                 results += check(server, facts, plan)
             except (Refused, Unreachable) as error:
                 results.append(red(name, str(error)))
+            except KeyboardInterrupt:
+                return [*results, not_judged(name, "interrupted; later items were not begun")]
     return results
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +190,37 @@ class Server:
             raise Refused(CHAT, 200, "a stream ended without [DONE]")
 
     def together(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        """Return `function` of each item, computed `concurrency` at a time."""
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            return list(pool.map(function, items))
+        """Return `function` of each item, computed `concurrency` at a time; the first exception ends it.
+
+        The threads are daemons, so that Ctrl-C does not wait for answers.
+        """
+        todo = list(items)
+        results: list[Any] = [None] * len(todo)
+        failures: list[BaseException] = []
+        places = deque(range(len(todo)))
+
+        def work() -> None:
+            while places and not failures:
+                try:
+                    place = places.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                try:
+                    results[place] = function(todo[place])
+                except BaseException as error:
+                    failures.append(error)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.concurrency, len(todo)))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            places.clear()
+        if failures:
+            raise failures[0]
+        return results
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         """Return the token ids of a `prompt` or of `messages`.

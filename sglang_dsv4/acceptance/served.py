@@ -1,4 +1,4 @@
-"""What a server serves: the model, whose weights they are, the longest prompt, and which bits it promises.
+"""Facts on a server: the model, whose weights they are, the longest prompt, and whether it promises the same bits.
 
 The weights decide how strictly an item is judged. A release must answer right, so that a wrong answer is the server's
 fault. Other trained weights may answer wrong for reasons of their own, and random ones say nothing.

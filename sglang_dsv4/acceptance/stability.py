@@ -31,7 +31,7 @@ RUNNING = re.compile(r"^sglang:num_(?:running|queue)_reqs(?:\{[^}]*\})? ([0-9.e+
 
 @dataclass
 class Log:
-    """What the load's threads saw."""
+    """Requests done and faults seen by the threads of the load."""
 
     done: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)

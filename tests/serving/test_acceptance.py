@@ -20,6 +20,7 @@ from sglang_dsv4.acceptance.encoding_cases import CASES, Case
 from sglang_dsv4.acceptance.served import Served, Weights
 
 FEW = dataclasses.replace(plan.QUICK, documents=1, conversations=1, batch=2, answer_tokens=4)
+SEVERAL = dataclasses.replace(plan.Plan(), documents=12, conversations=6, batch=12, answer_tokens=16)
 JUDGED = {"server", "encoding", "json", "hits", "batch"}
 
 
@@ -39,8 +40,11 @@ def test_a_server_of_random_weights_is_green_where_it_can_be_judged(
 
 
 @pytest.mark.slow
-def test_all_requests_and_a_stability_run(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found, page = verdicts(server, capsys, "--hours", "0.01")
+def test_more_requests_and_a_stability_run(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "QUICK", SEVERAL)
+    status, found, page = verdicts(server, capsys, "--quick", "--hours", "0.005")
     assert {name for name, verdict in found.items() if verdict == "green"} == JUDGED | {"stability"}, page
     assert status == 0, page
 

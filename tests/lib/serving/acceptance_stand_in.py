@@ -32,7 +32,7 @@ def cut(text: str) -> list[str]:
 
 @dataclass
 class StandIn:
-    """What the server is, and its fault.
+    """The server's kind, and its fault.
 
     Attributes:
         fault: see the uses of `self.fault`; empty: none.
@@ -212,6 +212,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if "batch" in what.fault:
                 time.sleep(0.05)
+            if what.fault == "goes away" and asked > 3:  # after the three plain questions
+                self.close_connection = True
+                return None
             if what.fault == "errors" and asked % 7 == 0:
                 return self.send(500, {"error": "planted"})
             return self.chat(body, what.running)

@@ -227,6 +227,24 @@ def test_the_name_says_which_release(path: str, weights: str, capsys: pytest.Cap
     assert items["server"]["weights"] == weights
 
 
+def test_an_interrupt_ends_with_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(command.CHECKS, "needles", interrupt)
+    status, items, _ = run(StandIn(), capsys)
+    assert verdicts(items) == dict.fromkeys(RIGHT[:3], "green") | {"needles": "can't be judged"}
+    assert status == 0 and "interrupted" in items["needles"]["summary"]
+
+
+def test_a_server_that_goes_away_is_red(capsys: pytest.CaptureFixture[str]) -> None:
+    """No request is begun after the first that got no answer."""
+    what = StandIn("goes away")
+    _, items, _ = run(what, capsys, "--only", "json", "--concurrency", "2")
+    assert items["json"]["verdict"] == "red" and "no answer from" in items["json"]["summary"]
+    assert what.asked <= 3 + 4
+
+
 # ---- needles
 
 
