@@ -35,6 +35,14 @@ class Refused(Exception):
         return self.status in (404, 405, 501) and "model" not in self.text.lower()
 
 
+def switch(thinking: bool) -> dict[str, Any]:
+    """The fields that switch thinking: SGLang's and vLLM's, and that of DeepSeek's API."""
+    return {
+        "chat_template_kwargs": {"thinking": thinking},
+        "thinking": {"type": "enabled" if thinking else "disabled"},
+    }
+
+
 @dataclass(frozen=True)
 class Token:
     """An answer's token with its log-probability and the likeliest alternatives (text -> log-probability)."""
@@ -138,15 +146,14 @@ class Server:
 
     def _chat_body(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 16}
-        body["chat_template_kwargs"] = {"thinking": options.pop("thinking", False)}
-        return {**body, **options}
+        return {**body, **switch(False), **options}
 
     def chat(self, messages: list[dict[str, Any]] | str, **options: Any) -> Answer:
         """Return the answer to a conversation, or to one user turn.
 
         Args:
             messages: of the chat route.
-            options: further fields of the request; `thinking` is off unless given, temperature 0, max_tokens 16.
+            options: further fields of the request; by default temperature 0, max_tokens 16, and no thinking.
 
         Raises:
             Unreachable, Refused

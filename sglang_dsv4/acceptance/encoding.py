@@ -36,7 +36,7 @@ def check(server: Server, served: Served, plan: Plan) -> list[Result]:
         if rendered is not None:
             compared["/tokenize"] += 1
             wrong += _differences(f"{case.name}: /tokenize", expected, rendered)
-        if rendered is None or case.name in plan.encodings_by_chat:
+        if rendered is None or plan.encodings_by_chat is None or case.name in plan.encodings_by_chat:
             try:
                 answer = server.chat(case.messages, max_tokens=1, return_prompt_token_ids=True, **case.body())
             except Refused as error:
@@ -77,8 +77,8 @@ def _differences(where: str, expected: Sequence[int], found: Sequence[int]) -> l
     at = next((i for i, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other), None)
     if at is None:
         return [f"{where}: {len(found)} ids, expected {len(expected)}, equal up to the shorter one's end"]
-    near = slice(max(at - 1, 0), at + 3)
+    there = slice(at, at + 4)
     return [
-        f"{where}: {len(found)} ids, expected {len(expected)}; from index {at}: {list(found[near])}, expected "
-        f"{list(expected[near])} (ids {near.start} to {near.stop - 1})"
+        f"{where}: {len(found)} ids, expected {len(expected)}; from index {at} on {list(found[there])}, expected "
+        f"{list(expected[there])}"
     ]

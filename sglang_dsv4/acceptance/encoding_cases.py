@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_dsv4.acceptance.client import switch
+
 ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
     "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
@@ -106,7 +108,7 @@ class Case:
 
     def body(self) -> dict[str, Any]:
         """The fields of a request besides model and messages."""
-        body = {"chat_template_kwargs": {"thinking": self.thinking}, **self.fields}
+        body = {**switch(self.thinking), **self.fields}
         return body if self.effort is None else {**body, "reasoning_effort": self.effort}
 
 

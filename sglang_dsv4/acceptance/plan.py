@@ -26,7 +26,8 @@ class Plan:
         conversations: prompts that are asked cold and after a hit.
         batch: prompts that are asked alone and together.
         answer_tokens: tokens of an answer that is compared bit by bit.
-        encodings_by_chat: encoding cases that are also sent to the chat route (names of `encoding_cases.CASES`).
+        encodings_by_chat: encoding cases that are also sent to the chat route (names of `encoding_cases.CASES`); None:
+            all.
         hours: of the stability run; 0: none.
         seed: of all that is drawn.
         without_drafts: a server of the same weights without drafts.
@@ -41,7 +42,7 @@ class Plan:
     conversations: int = 24
     batch: int = 32
     answer_tokens: int = 32
-    encodings_by_chat: frozenset[str] = frozenset()
+    encodings_by_chat: frozenset[str] | None = None
     hours: float = 0
     seed: int = 0
     without_drafts: Server | None = None

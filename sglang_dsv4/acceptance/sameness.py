@@ -20,8 +20,8 @@ from sglang_dsv4.acceptance.served import Served, Weights
 
 HITS, BATCH, DRAFTS = "hits", "batch", "drafts"
 CLEAR = 1.0
-"""Difference of two tokens' log-probabilities from which rounding is no excuse for taking the other one: a factor of
-e between the probabilities, where trained weights' own error in FP8 moves a log-probability by about a tenth."""
+"""Difference of log-probabilities that is not put down to rounding: one token was e times as likely. A convention:
+nothing promises a bound on what rounding does."""
 SHORTEST_WORDS, LONGEST_WORDS = 280, 2400
 """Filler words of a prompt: from a little more than a page of 256 tokens on, since no hit is shorter than a page."""
 
@@ -32,8 +32,9 @@ class Difference:
 
     Attributes:
         where: which two, for the report.
-        text: the first difference.
-        clear: whether another token was taken although the first answer's was likelier by `CLEAR` or more.
+        text: how they differ.
+        clear: whether another token was taken although the first answer's was likelier by `CLEAR` or more, or a
+            token's log-probability moved by as much.
     """
 
     where: str
@@ -97,8 +98,12 @@ def check_hits(server: Server, served: Served, plan: Plan) -> list[Result]:
     where the server reports that this kept it from the cache.
     """
     run = secrets.token_hex(4)
-    rows = server.together(lambda index: _conversation(server, plan, index, run), range(plan.conversations))
-    pairs = [pair for row in rows for pair in row]
+    pairs: list[Pair] = []
+    for index in range(plan.conversations):  # one after another: a batch must not be what makes them differ
+        try:
+            pairs += _conversation(server, plan, index, run)
+        except Refused as error:
+            return [red(HITS, f"conversation {index} was refused: {error}")]
     compared = [pair for pair in pairs if not pair.left_out]
     counts = [f"{sum(pair.kind == kind for pair in compared)} {kind}" for kind in ("repeated", "continued")]
     found = [pair.difference for pair in compared if pair.difference is not None]
@@ -117,19 +122,20 @@ class Pair:
 
 
 def _conversation(server: Server, plan: Plan, index: int, run: str) -> list[Pair]:
-    """A prompt repeated, then continued."""
+    """A prompt repeated, then continued.
+
+    Raises:
+        Refused
+    """
     draw = random.Random(f"{plan.seed} {index}")
     span = LONGEST_WORDS - SHORTEST_WORDS
     words = SHORTEST_WORDS + span * index // max(plan.conversations, 24) + draw.randrange(4)
     messages = [{"role": "user", "content": f"{run}-{index} {filler(words, draw)} Go on."}]
-    try:
-        cold = _ask(server, messages, plan)
-        repeated = _ask(server, messages, plan)
-        messages += [{"role": "assistant", "content": cold.text}, {"role": "user", "content": "And then?"}]
-        continued = _ask(server, messages, plan)
-        salted = _ask(server, messages, plan, cache_salt=f"{run}-{index}")
-    except Refused as error:
-        return [Pair("repeated", Difference(f"conversation {index}", str(error), True))]
+    cold = _ask(server, messages, plan)
+    repeated = _ask(server, messages, plan)
+    messages += [{"role": "assistant", "content": cold.text}, {"role": "user", "content": "And then?"}]
+    continued = _ask(server, messages, plan)
+    salted = _ask(server, messages, plan, cache_salt=f"{run}-{index}")
     name = f"conversation {index}"
     return [_pair("repeated", name, cold, repeated), _pair("continued", name, salted, continued)]
 
@@ -153,23 +159,32 @@ def check_batch(server: Server, served: Served, plan: Plan) -> list[Result]:
 
     Both times a prompt is cold: it has a `cache_salt` for each, and begins with a word of this run.
     """
+    if server.concurrency == 1:
+        return [not_judged(BATCH, "--concurrency 1 sends no two requests at a time")]
     run, draw = secrets.token_hex(4), random.Random(f"{plan.seed} batch")
     prompts = []
     for index in range(plan.batch):
         words = 3 + 37 * index % 331 + (1000 if index % 8 == 7 else 0)
         prompts.append([{"role": "user", "content": f"{run}-{index} {filler(words, draw)} Go on."}])
+
+    def ask(messages: list[dict[str, Any]], salt: str) -> Answer:
+        return _ask(server, messages, plan, cache_salt=f"{run} {salt}")
+
     try:
-        alone = [_ask(server, one, plan, cache_salt=f"{run} alone") for one in prompts]
-        ask = lambda one: _ask(server, one, plan, cache_salt=f"{run} together")  # noqa: E731
-        together = server.together(ask, prompts)
+        alone = [ask(one, "alone") for one in prompts]
+        together = server.together(lambda one: ask(one, "together"), prompts)
     except Refused as error:
         return [red(BATCH, f"a request was refused: {error}")]
-    pairs = enumerate(zip(alone, together, strict=True))
-    found = [difference(f"prompt {i} of {a.prompt_tokens} tokens", a, b) for i, (a, b) in pairs]
+    cached = sum(bool(answer.cached_tokens) for answer in together)
+    notes = [f"{cached} prompts were cached the second time: `cache_salt` did not keep them out"] if cached else []
     summary = f"alone and {min(server.concurrency, plan.batch)} at a time"
-    if server.concurrency == 1:
-        return [not_judged(BATCH, "--concurrency 1 sends no two requests at a time")]
-    return [_judged(BATCH, summary, served, [one for one in found if one], len(prompts), [])]
+    return [_judged(BATCH, summary, served, _differences(alone, together), len(prompts), notes)]
+
+
+def _differences(one: list[Answer], other: list[Answer]) -> list[Difference]:
+    pairs = enumerate(zip(one, other, strict=True))
+    found = [difference(f"prompt {i} of {a.prompt_tokens} tokens", a, b) for i, (a, b) in pairs]
+    return [this for this in found if this is not None]
 
 
 # ---- without drafts
@@ -193,11 +208,6 @@ def check_drafts(server: Server, served: Served, plan: Plan) -> list[Result]:
         without = other.together(lambda one: _ask(other, one, plan), prompts)
     except Refused as error:
         return [red(DRAFTS, f"a request was refused: {error}")]
-    pairs = enumerate(zip(without, with_drafts, strict=True))
-    found = [difference(f"prompt {i} of {a.prompt_tokens} tokens", a, b) for i, (a, b) in pairs]
     notes = [] if served.drafts else [f"{server.url} does not report that it has drafts"]
-    return [
-        _judged(
-            DRAFTS, f"{served.drafts or 'drafts'} and none", served, [one for one in found if one], len(found), notes
-        )
-    ]
+    found = _differences(without, with_drafts)
+    return [_judged(DRAFTS, f"{served.drafts or 'drafts'} and none", served, found, len(prompts), notes)]

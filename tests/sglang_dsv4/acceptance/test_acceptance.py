@@ -18,10 +18,12 @@ import pytest
 from serving.acceptance_stand_in import StandIn, serving
 
 from sglang_dsv4.acceptance import __main__ as command
-from sglang_dsv4.acceptance import needles, official_vectors, plan, public_benchmarks, stability
+from sglang_dsv4.acceptance import encoding, needles, official_vectors, plan, public_benchmarks, stability
+from sglang_dsv4.acceptance.client import Server
+from sglang_dsv4.acceptance.encoding_cases import CASES
 from sglang_dsv4.acceptance.needles import Needle, judged
 from sglang_dsv4.acceptance.report import Verdict
-from sglang_dsv4.acceptance.served import Weights
+from sglang_dsv4.acceptance.served import Served, Weights
 from sglang_dsv4.acceptance.structured import SCHEMAS, drawn, is_allowed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,6 +137,16 @@ def test_hits_that_the_server_does_not_report_are_not_judged(capsys: pytest.Capt
     _, items, _ = run(StandIn("no salt"), capsys, "--only", "hits")
     assert items["hits"]["verdict"] == "green" and items["hits"]["compared"] == SMALL.conversations
     assert "`cache_salt` did not keep it out" in items["hits"]["findings"][0]
+
+
+def test_the_full_plan_sends_every_conversation_to_the_chat_route() -> None:
+    with serving(StandIn("encoding of the chat route")) as what:
+        at = Server(what.url)
+        at.model = what.path
+        facts = Served(what.path, Weights.PRO_APRIL, "", None, None, None, "")
+        (found,) = encoding.check(at, facts, plan.Plan())
+    assert found.verdict is Verdict.RED and len(found.findings) == len(CASES)
+    assert found.figures["compared"]["the chat route, ids"] == len(CASES)
 
 
 def test_drafts_are_compared_with_a_server_without(capsys: pytest.CaptureFixture[str]) -> None:
