@@ -135,7 +135,7 @@ def test_the_divergence_is_that_of_the_partition() -> None:
 
 @pytest.mark.slow
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It reads a checkpoint and a text; exit status 1 for a server whose logits are others. A short text is refused."""
+    """Exit status 1 for a server whose logits are others. A text that is too short is refused."""
     config = json.loads((checkpoint / "config.json").read_text())
     weights = quality.read_dequantised(checkpoint)
     right = Reference(config, weights, quality.FULL).logits
