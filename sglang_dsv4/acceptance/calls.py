@@ -14,12 +14,11 @@ from typing import Any
 from sglang_dsv4.acceptance.client import Answer, Call, Refused, Server
 from sglang_dsv4.acceptance.plan import Plan
 from sglang_dsv4.acceptance.report import Result, green, not_judged, red
-from sglang_dsv4.acceptance.served import Served, Weights
+from sglang_dsv4.acceptance.served import TOO_WEAK, Served, Weights
 
 NAME, RESULTS = "tools", "tool results"
 MOST_WRONG = 0.05
 """The share of calls with other arguments, or of answers without the result, that released weights may give."""
-TOO_WEAK = 0.5
 TEXTS = (
     "Rome",
     'Tom & "Jerry"',

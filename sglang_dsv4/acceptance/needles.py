@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from sglang_dsv4.acceptance.client import Refused, Server
 from sglang_dsv4.acceptance.plan import Plan
 from sglang_dsv4.acceptance.report import Result, green, not_judged, red
-from sglang_dsv4.acceptance.served import Served, Weights
+from sglang_dsv4.acceptance.served import TOO_WEAK, Served, Weights
 
 NAME = "needles"
 WORDS = (
@@ -39,8 +39,6 @@ SIGNIFICANT = 0.001
 """A dependence on the residue is reported if chance alone makes one as clear this often."""
 MOST_WRONG = 0.01
 """The share of wrong answers that released weights may give."""
-TOO_WEAK = 0.5
-"""The share of right answers below which other weights say nothing on the server."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +185,9 @@ def judged(found: list[Needle], unreached: set[int], refused: dict[int, str], we
         return not_judged(NAME, "no needle was answered", findings, **figures)
     if patterns or failed or (weights.released and len(wrong) > MOST_WRONG * len(found)):
         return red(NAME, summary, findings, **figures)
-    if not weights.released and len(found) - len(wrong) < TOO_WEAK * len(found):
-        return not_judged(NAME, f"{summary}: the model is too weak to tell its faults from the server's", **figures)
+    if not weights.released and len(wrong) > TOO_WEAK * len(found):
+        summary += ": too many are wrong to tell the model's faults from the server's"
+        return not_judged(NAME, summary, findings, **figures)
     return green(NAME, summary, findings, **figures)
 
 

@@ -17,6 +17,8 @@ from sglang_dsv4.acceptance.report import Result, green, red
 BOS, EOS, THINK_END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "</think>"
 RELEASED_IDS = [0, 1, 128822]
 """Ids of these three in the released tokenizer (specification, section 8)."""
+TOO_WEAK = 0.1
+"""The share of wrong answers above which trained weights that are no release say nothing on the server."""
 QUESTIONS = (
     ("What is 17 + 25? Answer with the number only.", "42"),
     ("What is the capital of France? Answer with one word.", "paris"),

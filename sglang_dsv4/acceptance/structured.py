@@ -13,13 +13,12 @@ from typing import Any
 from sglang_dsv4.acceptance.client import Answer, Refused, Server
 from sglang_dsv4.acceptance.plan import Plan
 from sglang_dsv4.acceptance.report import Result, green, not_judged, red
-from sglang_dsv4.acceptance.served import Served, Weights
+from sglang_dsv4.acceptance.served import TOO_WEAK, Served, Weights
 
 NAME, VALUES = "json", "json values"
 CITIES = ("Rome", "Oslo", "Lima", "Cairo")
 MOST_WRONG = 0.05
 """The share of wrong values that released weights may give."""
-TOO_WEAK = 0.5
 
 
 def is_allowed(value: Any, schema: dict[str, Any]) -> bool:
