@@ -144,7 +144,7 @@ class Run:
         print(f"saved step {self.step} in {len(parts)} parts", flush=True)
 
     def gradients(self, ids: Tensor, target_weights: Tensor, progress: float) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradients summed over ranks and pieces, and the summed figures: losses, loads of experts, progress."""
+        """Gradients summed over ranks and pieces, and figures: losses, loads of experts, progress, norm."""
         leaves = compute_weights(self.masters, self.shape)
         figures: Tensor | None = None
         pieces = max(1, ids.shape[0] * ids.shape[1] // self.arguments.piece)
@@ -169,7 +169,7 @@ class Run:
         sizes = [total[name].numel() for name in self.trained]
         *grads, rest = flat.split([*sizes, flat.numel() - sum(sizes)])
         shaped = {name: grad.view_as(total[name]) for name, grad in zip(self.trained, grads, strict=True)}
-        return shaped, rest
+        return shaped, torch.cat((rest, flat[: sum(sizes)].norm()[None]))
 
     def balance(self, loads: Tensor) -> None:
         """Move the routers' biases towards equal loads."""
@@ -191,10 +191,10 @@ class Run:
             ids, target_weights = (t.to(self.device, non_blocking=True) for t in (ids, target_weights))
             grads, figures = self.gradients(ids, target_weights, progress)
             numbers = figures.tolist()
-            progress = numbers[-1]
+            progress, norm = numbers[-2:]
             if all(map(math.isfinite, numbers)):  # the same on every rank
                 self.optimiser.step(grads, self.step, rate_at(progress, self.step))
-                self.balance(figures[5:-1])
+                self.balance(figures[5:-2])
             self.minutes = progress * arguments.total_minutes
             self.tokens += ids.numel() * self.world
             row = {
@@ -206,7 +206,7 @@ class Run:
             row |= dict(
                 zip(("main", "mtp", "indexer", "exact", "mtp_right"), (round(n, 4) for n in numbers), strict=False)
             )
-            row["load"] = round(max(numbers[5:-1]), 3)
+            row |= {"load": round(max(numbers[5:-2]), 3), "norm": round(norm, 4)}
             self.step += 1
             if self.step % arguments.log_every == 0 or row["length"] > 2048:
                 self.log.append(row)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from model.compare import relative_error
+from model.oracle import read_dequantised
 from model.recording import Recording, recording
+from model.reference import Reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from train_tiny import tasks
@@ -24,6 +26,7 @@ from train_tiny.optimiser import Optimiser
 from train_tiny.quantisers import fp4_rows, fp8_matrix, fp8_rows
 from train_tiny.shape import TinyShape, initial, parameters
 from train_tiny.state import load_state, save_state
+from train_tiny.widen import widen, widened
 
 from dsv4_kernels import number_formats
 from sglang_dsv4.cpu.random_tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, VISIBLE_TOKENS, build_tokenizer
@@ -112,6 +115,25 @@ def assert_block(
     found = f"layer {layer}: median {error.median():.1e}, {(error > 1e-4).sum()} of {len(error)} above 1e-4"
     # An entry that was rounded to the other side moves every token that reads it.
     assert error.median() < 2e-6 and (error > 1e-4).float().mean() < 0.2, found
+
+
+def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    """What Hopper's kernels read, 1,024 channels, has the logits of the 256 channels that were trained."""
+    shape = TinyShape(vocab_size=1024, index_topk=4, compress_ratios=(0, 4), n_routed_experts=2)
+    build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
+    write_checkpoint(tmp_path / "narrow", random_masters(shape, 5), shape, tmp_path / "tokenizer.json")
+    widen(tmp_path / "narrow", tmp_path / "wide", 1024)
+    tokens = torch.randint(3, 1000, (24,), generator=torch.Generator().manual_seed(2))
+    logits = []
+    for folder in (tmp_path / "narrow", tmp_path / "wide"):
+        config = json.loads((folder / "config.json").read_text())
+        reference = Reference(config, read_dequantised(folder))
+        streams = reference.streams(tokens)
+        drafted = reference.mtp_logits(reference.mtp_streams(streams, tokens.roll(-1)))
+        logits.append(torch.cat((reference.logits(tokens), drafted)))
+    assert relative_error(*logits).max() < 1e-4, relative_error(*logits)
+    with pytest.raises(ValueError, match="expected 256 times 4"):
+        widened("norm.weight", torch.ones(256), 256, 768)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
