@@ -86,6 +86,8 @@ class Run:
             torch.set_float32_matmul_precision("high")  # TF32 holds bf16 values exactly, and sums are fp32
         if self.world > 1:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        large = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory > 100e9
+        self.piece = arguments.piece or (65536 if large else 32768)
         self.shape = TinyShape(
             **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(arguments.shape).items()}
         )
@@ -147,7 +149,7 @@ class Run:
         """Gradients summed over ranks and pieces, and figures: losses, loads of experts, progress, norm."""
         leaves = compute_weights(self.masters, self.shape)
         figures: Tensor | None = None
-        pieces = max(1, ids.shape[0] * ids.shape[1] // self.arguments.piece)
+        pieces = max(1, ids.numel() // self.piece)
         total = {name: torch.zeros_like(self.masters[name]) for name in self.trained}
         parts_of_ids = zip(ids.chunk(pieces), target_weights.chunk(pieces), strict=True)
         for part, part_weights in parts_of_ids:
@@ -253,7 +255,7 @@ def main() -> int:
     parser.add_argument("--total-minutes", type=float, default=12.0, help="of the schedule, over all calls")
     parser.add_argument("--steps", type=int, default=0, help="stop at this step in any case")
     parser.add_argument("--tokens", type=int, default=65536, help="of a rank's batch")
-    parser.add_argument("--piece", type=int, default=32768, help="tokens of a forward and backward")
+    parser.add_argument("--piece", type=int, help="tokens of a forward and backward; 900 kB of memory a token")
     parser.add_argument("--lengths", type=int, nargs=3, default=(2048, 8192, 32768))
     parser.add_argument("--warm-steps", type=int, default=300, help="steps with short rows only")
     parser.add_argument("--workers", type=int, default=8, help="processes of a rank that make batches")
