@@ -185,11 +185,14 @@ class Model:
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """RMS norm over the last axis."""
-        return self.rms_norm(x, weight, self.shape.rms_norm_eps)
+        # As rows, here and below: a compiled function is then compiled once for all shapes.
+        return self.rms_norm(x.reshape(-1, x.shape[-1]), weight, self.shape.rms_norm_eps).view(x.shape)
 
     def quantised_input(self, x: Tensor) -> Tensor:
         """The input of an FP8 or FP4 product, rounded to e4m3 in blocks of 128 channels."""
-        return straight_through(x, self.fp8_rows, 128) if self.quant.activations_fp8 else x
+        if not self.quant.activations_fp8:
+            return x
+        return straight_through(x.reshape(-1, x.shape[-1]), self.fp8_rows, 128).view(x.shape)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., k] times a weight [n, k] in the model's dtype."""
@@ -199,12 +202,17 @@ class Model:
         """A product whose input is quantised."""
         return self.product(self.quantised_input(x), weight)
 
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rows [B, T, d] rotated; cos and sin [T, rope / 2]."""
+        return self.rotate(x.unsqueeze(2), cos[:, None], sin[:, None]).squeeze(2)
+
     def quantised_row(self, x: Tensor) -> Tensor:
         """A KV row's nope channels in FP8, its rotated channels as they are."""
         if not self.quant.kv_fp8:
             return x
         nope = self.shape.head_dim - self.shape.qk_rope_head_dim
-        return torch.cat((straight_through(x[..., :nope], self.fp8_rows, 64), x[..., nope:]), -1)
+        rows = straight_through(x[..., :nope].reshape(-1, nope), self.fp8_rows, 64)
+        return torch.cat((rows.view(*x.shape[:-1], nope), x[..., nope:]), -1)
 
     def mix(self, x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
         """The numbers fp32 from which the streams' coefficients are made (section 2.2)."""
@@ -255,11 +263,11 @@ class Model:
         q = self.norm(self.lin8(qr, w[prefix + "wq_b.weight"]).unflatten(-1, (heads, dim)), None)
         q = self.rotate(q, cos[:, None], sin[:, None])
         kv = self.norm(self.product(latent, w[prefix + "wkv.weight"]), w[prefix + "kv_norm.weight"])
-        kv = self.quantised_row(self.rotate(kv, cos, sin))
+        kv = self.quantised_row(self.rotated(kv, cos, sin))
         entries = index = None
         if ratio:
             entries = self.compress(x, w, prefix + "compressor.", ratio, dim)
-            entries = self.quantised_row(self.rotate(entries, *self.turn(ratio, entries.shape[1], ratio)))
+            entries = self.quantised_row(self.rotated(entries, *self.turn(ratio, entries.shape[1], ratio)))
         if ratio == 4:
             index = self.indexer(x.detach(), qr.detach(), w, prefix + "indexer.")
         out = self.attend(q, kv, entries, index, w[prefix + "attn_sink"], ratio, losses, select)
@@ -277,7 +285,7 @@ class Model:
         q = self.lin8(qr, w[prefix + "wq_b.weight"]).unflatten(-1, (heads, dim))
         q = self.rotate(q, cos[:, None], sin[:, None])
         keys = self.compress(x, w, prefix + "compressor.", 4, dim)
-        keys = self.rotate(keys, *self.turn(4, keys.shape[1], 4))
+        keys = self.rotated(keys, *self.turn(4, keys.shape[1], 4))
         if self.quant.indexer_fp4:
             q, keys = (
                 straight_through((y.float() @ self.hadamard).to(self.dtype), self.fp4_rows, 32) for y in (q, keys)
