@@ -92,11 +92,10 @@ class Optimiser:
         return found
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Take over what `state` returned; momentum that `train_tiny.state.compact` left out begins at zero."""
         for name, moment in self.moments.items():
-            first, second = state[name]
-            if name in self.squares:
-                moment.copy_(first.float())
+            first, second = state.get(name, (None, None))
+            if name in self.squares and second is not None:
                 self.squares[name].copy_(second.float().square())
-            else:
-                moment.copy_(first.float() * second)
+            if first is not None:
+                moment.copy_(first.float() if name in self.squares else first.float() * second)

@@ -25,7 +25,7 @@ from train_tiny.model import Model, Quant, compute_weights
 from train_tiny.optimiser import Optimiser
 from train_tiny.quantisers import fp4_rows, fp8_matrix, fp8_rows
 from train_tiny.shape import TinyShape, initial, parameters
-from train_tiny.state import load_state, save_state
+from train_tiny.state import compact, load_state, save_state
 from train_tiny.widen import widen, widened
 
 from dsv4_kernels import number_formats
@@ -304,3 +304,9 @@ def test_optimiser_lowers_a_loss_and_its_state_comes_back() -> None:
     other.load(optimiser.state())
     for name, moment in optimiser.moments.items():
         assert (other.moments[name] - moment).abs().max() <= moment.abs().max() / 16
+    small = compact({"masters": masters, "moments": optimiser.state(), "step": 5})
+    third = Optimiser(masters, table, shape.o_groups)
+    third.load(small["moments"])
+    for name, squares in optimiser.squares.items():
+        assert torch.allclose(third.squares[name], squares, rtol=1e-2) and not third.moments[name].any()
+    assert {value.dtype for value in small["masters"].values()} == {torch.bfloat16}
