@@ -111,6 +111,12 @@ SWITCHES = (
         "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(
+        "SGLANG_DSV4_FP8_LINEAR",
+        ("auto", "ours"),
+        "auto",
+        "ours: on Blackwell our kernel multiplies in FP8 layers; auto: it does under --enable-deterministic-inference",
+    ),
+    Switch(
         "SGLANG_DSV4_JOINT_LAUNCH",
         ("on", "off"),
         "on",
