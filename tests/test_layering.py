@@ -25,6 +25,7 @@ STANDARD_LIBRARY_ONLY = {
     "sglang_dsv4/cpu/shims.py",
     "sglang_dsv4/cpu/quickstart.py",
     "sglang_dsv4/env.py",
+    "sglang_dsv4/seam/disaggregation_hooks.py",
     "sglang_dsv4/seam/hook_kinds.py",
     "sglang_dsv4/seam/hooks.py",
     "kernels/host/environment.py",

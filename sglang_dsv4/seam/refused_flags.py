@@ -227,12 +227,7 @@ REFUSALS = (
     ),
     Refusal("--msprobe-dump-config", other_than(None), DUMPS),
     # ---- disaggregation
-    Refusal(
-        "--disaggregation-mode",
-        other_than("null"),
-        "rings and compressor states are not transferred between servers",
-    ),
-    *flags("--enable-pd-role-switch", bool, "rings and compressor states are not transferred between servers"),
+    *flags("--enable-pd-role-switch", bool, "a server's pools are those of its role; leave it out"),
     Refusal("--decoupled-spec-role", other_than("null"), "a draft runs in its target's server; leave it out"),
     *flags("--encoder-only --language-only", bool, "the model reads text only; leave it out"),
     # ---- drafts
