@@ -69,6 +69,18 @@ def unpack_pages(result: Any, queue: DecodeTransferQueue, decode_req: DecodeRequ
     pool.packed_pages.unpack(pages_of(slots))
 
 
+def free_tokens(original: Callable[..., int], queue: DecodePreallocQueue) -> int:
+    """Free tokens of the pool, for a decode server that reuses prefixes.
+
+    Around `_radix_full_available`, which asks the allocator of a DeepSeek-V4 pool for the free tokens of two pools;
+    ours has one.
+    """
+    allocator = queue.token_to_kv_pool_allocator
+    if isinstance(allocator.get_kvcache(), Dsv4KVPool):
+        return allocator.available_size()
+    return original(queue)
+
+
 def keep_bytes(original: Callable[..., bool], token_to_kv_pool_allocator: Any) -> bool:
     """Whether a retracted request is computed again by the prefill server: not with our pools, which copy its bytes.
 

@@ -22,6 +22,9 @@ DISAGGREGATION = (
          "SGLang refuses these requests alone"),
     Hook(f"{_SGLANG}.decode.DecodeTransferQueue._commit_transfer_to_req", Kind.AFTER, Process.SCHEDULER,
          f"{_OURS}.decode_side:unpack_pages", "HCA pages in the FP8 format travel packed", _POOLS),
+    Hook(f"{_SGLANG}.decode.DecodePreallocQueue._radix_full_available", Kind.AROUND, Process.SCHEDULER,
+         f"{_OURS}.decode_side:free_tokens", "our pools have one allocator; SGLang asks for one of window pages, too",
+         "SGLang asks the allocator whether it has window pages"),
     Hook("sglang.srt.mem_cache.common.dsv4_needs_rebootstrap", Kind.AROUND, Process.SCHEDULER,
          f"{_OURS}.decode_side:keep_bytes",
          "a retracted request is copied to the host and back, and not computed again by its prefill server", _POOLS),
@@ -34,6 +37,12 @@ DISAGGREGATION = (
     Hook(f"{_MOONCAKE}.__init__", Kind.BEFORE, Process.SCHEDULER, f"{_ENGINE}:prepare",
          "transfers over TCP on a CPU where Mooncake is not installed", "SGLang has a transfer engine for CPUs",
          only_cpu=True),
+    *(
+        Hook(f"{_SGLANG}.{mixin}", Kind.AFTER, Process.SCHEDULER, "sglang_dsv4.cpu.overrides:rest_while_transferring",
+             "SGLang's loop takes a core that the other server needs", "the loop waits for transfers", only_cpu=True)
+        for mixin in ("prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+                      "decode.SchedulerDisaggregationDecodeMixin.process_decode_queue")
+    ),
     Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVSender.{HOST_INDICES}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_ENGINE}:stays_on_host",
          "page numbers are on the host; SGLang would pin memory (`cpu.transfer_engine.prepare`)",
