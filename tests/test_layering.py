@@ -24,6 +24,7 @@ STANDARD_LIBRARY_ONLY = {
     "sglang_dsv4/cpu/noise.py",
     "sglang_dsv4/cpu/shims.py",
     "sglang_dsv4/cpu/quickstart.py",
+    "sglang_dsv4/cpu/quickstart_pd.py",
     "sglang_dsv4/env.py",
     "sglang_dsv4/seam/disaggregation_hooks.py",
     "sglang_dsv4/seam/hook_kinds.py",

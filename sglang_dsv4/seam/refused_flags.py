@@ -347,8 +347,8 @@ BETWEEN_SERVERS = (
     *flags("--disaggregation-decode-enable-offload-kvcache --disaggregation-enable-kv-checksum", bool, UNTESTED),
     Refusal(
         "--disaggregation-decode-retraction-backup",
-        lambda backend: backend == "host_pool",
-        "SGLang's host pools can't hold rings; leave it out",
+        other_than(None, "cpu_tensor"),
+        "a retracted request is copied to the host, pages and rings; leave it out",
     ),
     Refusal("--disaggregation-decode-host-receive-threshold", other_than(1, 1.0), UNTESTED),
     *flags("--optimistic-prefill-attempts", above(0), UNTESTED),

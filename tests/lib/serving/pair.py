@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import requests
-from serving.server import READY_TIMEOUT_S, SLEEP_ON_IDLE, Server, free_port, is_ready, start, stop
+from serving.server import SLEEP_ON_IDLE, Server, free_port, running_server
 
 HOST = "127.0.0.1"
 TRANSFER = ("--disaggregation-transfer-backend", "mooncake_tcp")
 # The address by which SGLang's processes find each other; without it they ask for a route to the internet.
-ENV = {"SGLANG_HOST_IP": HOST, "HOST_IP": HOST}
+ENV = {"SGLANG_HOST_IP": HOST}
 _rooms = itertools.count(1)
 
 
@@ -50,6 +49,22 @@ class Pair:
         return response
 
 
+def words_of(side: str, bootstrap_port: int) -> tuple[str, ...]:
+    """Return the flags of a side, `prefill` or `decode`."""
+    mode = ("--disaggregation-mode", side, "--disaggregation-bootstrap-port", str(bootstrap_port))
+    return (*mode, *TRANSFER, SLEEP_ON_IDLE, "--host", HOST)
+
+
+@contextmanager
+def started_side(
+    checkpoint: Path, log: Path, side: str, bootstrap_port: int, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """Start one side, yield it once it answers, and stop it."""
+    words = (*words_of(side, bootstrap_port), *flags)
+    with running_server(checkpoint, log, *words, env=ENV | (env or {})) as server:
+        yield server
+
+
 @contextmanager
 def running_pair(
     checkpoint: Path,
@@ -66,21 +81,13 @@ def running_pair(
         prefill, decode: further flags of each.
         env: environment of both.
     """
-    bootstrap_port, begin = free_port(), time.monotonic()
-    started = {}
-    try:
-        for side, further in (("prefill", prefill), ("decode", decode)):
-            mode = ("--disaggregation-mode", side, "--disaggregation-bootstrap-port", str(bootstrap_port))
-            words = (*mode, *TRANSFER, SLEEP_ON_IDLE, "--host", HOST, *flags, *further)
-            started[side] = start(checkpoint, folder / side, words, ENV | (env or {}), from_command=False)
-        servers = {}
-        for side, (process, port) in started.items():
-            while not is_ready(port):
-                waited, log = time.monotonic() - begin, (folder / side).read_text(errors="replace")
-                assert process.poll() is None and waited < READY_TIMEOUT_S, f"{side} is not ready:\n{log[-6000:]}"
-                time.sleep(0.5)
-            servers[side] = Server(port, folder / side, process, time.monotonic() - begin)
-        yield Pair(servers["prefill"], servers["decode"], bootstrap_port)
-    finally:
-        for process, _ in started.values():
-            stop(process)
+    port = free_port()
+    sides = (("prefill", prefill), ("decode", decode))
+    with ExitStack() as stack, ThreadPoolExecutor(2) as starting:
+
+        def begin(side: str, further: tuple[str, ...]) -> Server:
+            one = started_side(checkpoint, folder / side, side, port, *flags, *further, env=env)
+            return stack.enter_context(one)
+
+        first, second = [starting.submit(begin, *side) for side in sides]
+        yield Pair(first.result(), second.result(), port)
