@@ -250,7 +250,7 @@ class Dsv4KVPool(RingWindowKVPool):
         return transfer.ring_buffers(self.rings, self.plan.request_slots)
 
     def pd_kv_layout(self) -> str:
-        """What a server that sends to this one must agree in; SGLang compares it before the first transfer."""
+        """The layout in which another server must agree; SGLang compares it before the first transfer."""
         return self.layout
 
     def get_cpu_copy(

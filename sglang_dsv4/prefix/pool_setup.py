@@ -69,7 +69,7 @@ def build_kv_pool(
 
 
 def layout_of(kvc: KVCacheConfigurator, geometry: PoolGeometry) -> str:
-    """What the pool of another server must agree in, to exchange pages and rings with the worker's."""
+    """The layout in which the pool of another server must agree to exchange pages and rings with the worker's."""
     model = blake2b(repr(Config.from_hf(kvc.model_config.hf_config)).encode(), digest_size=8).hexdigest()
     return transfer.describe(geometry, compat.our_version(), model)
 

@@ -118,7 +118,7 @@ def kill(server: Server) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_dead_peer_is_an_error_and_then_another_serves(checkpoint: Path, tmp_path: Path, side: str) -> None:
-    """Its requests end with an error, the other server loses nothing, and serves with a new peer."""
+    """The requests end with an error, the other server loses nothing, and serves with a new peer."""
     prompts = [some(seed, length) for seed, length in enumerate((1030, 700, 300, 40))]
     expected = expected_of(checkpoint, tmp_path / "one", prompts, 12)
     with running_pair(checkpoint, tmp_path, *FLAGS, env=HEARTBEATS) as pair:

@@ -99,7 +99,7 @@ def test_pages_that_come_from_the_host_are_packed_anew() -> None:
 
 @GEOMETRIES
 def test_a_retracted_request_comes_back(geometry: PoolGeometry) -> None:
-    """Its pages and rings, a draft's too, return to other pages and another slot after others have overwritten them."""
+    """Pages and rings, a draft's too, return to other pages and another slot after others have overwritten them."""
     geometry = replace(geometry, draft_tokens=4, draft_layers=1)
     pool = pool_of(geometry, 1)
     draft = pool_of(replace(geometry, ratios=(0,), draft_layers=0, transfers=False), 2, pool)

@@ -69,7 +69,7 @@ def test_memory_that_is_not_registered_stays(
 
 
 def test_a_peer_that_ends_is_a_failure(engines: tuple[TransferEngine, TransferEngine]) -> None:
-    """It reads half of the bytes and closes; afterwards nobody listens."""
+    """The peer reads half of the bytes and closes; afterwards nobody listens."""
     source = bytes_of(1, 1 << 22)
     with socket.create_server((HOST, 0)) as server:
 

@@ -1,4 +1,4 @@
-"""What the hooks for prefill and decode on different servers do, through SGLang's own functions."""
+"""Hooks for prefill and decode on different servers, through SGLang's own functions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def waiting_request(room: int) -> Any:
 
 
 def test_a_prefill_server_with_other_pools_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests end with what differs; those of other prefill servers go on."""
+    """The requests end with what differs; those of other prefill servers go on."""
     ours = describe(SMALL, "1.0", "abc")
     layouts = {"one": ours, "other": describe(replace(SMALL, draft_tokens=0), "1.0", "abc"), "late": None}
 
