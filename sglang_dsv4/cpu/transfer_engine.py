@@ -21,7 +21,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import ModuleType
 
 logger = logging.getLogger(__name__)
@@ -107,11 +108,19 @@ class TransferEngine:
         """Copy blocks of this process's memory to the server of `session`; returns when they are written there."""
         with self._lock:
             peer = self._peers.setdefault(session, _Peer(session))
-        return peer.write(sources, destinations, lengths)
+        return peer.write(map(self.read, sources, lengths), destinations, lengths)
 
     def send_probe(self, session: str) -> int:
         """Whether the server of `session` answers: 0, or -1."""
         return self.batch_transfer_sync_write(session, [], [], [])
+
+    def read(self, address: int, length: int) -> memoryview:
+        """The bytes of a block that is sent."""
+        return memory(address, length)
+
+    def write(self, address: int, length: int, fill: Callable[[memoryview], None]) -> None:
+        """Let `fill` put the bytes of a block that has arrived into their place."""
+        fill(memory(address, length))
 
     def _accept(self) -> None:
         while True:
@@ -130,7 +139,7 @@ class TransferEngine:
                         connection.sendall(REFUSED)
                         return
                     for address, length in places:
-                        _read_into(connection, memory(address, length))
+                        self.write(address, length, partial(_read_into, connection))
                     connection.sendall(DONE)
             except (OSError, EOFError):
                 return
@@ -152,7 +161,7 @@ class _Peer:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
 
-    def write(self, sources: Sequence[int], destinations: Sequence[int], lengths: Sequence[int]) -> int:
+    def write(self, blocks: Iterable[memoryview], destinations: Sequence[int], lengths: Sequence[int]) -> int:
         with self._lock:
             try:
                 if self._connection is None:
@@ -160,8 +169,8 @@ class _Peer:
                     self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 places = b"".join(HEADER.pack(*place) for place in zip(destinations, lengths, strict=True))
                 self._connection.sendall(HEADER.pack(len(lengths), sum(lengths)) + places)
-                for source, length in zip(sources, lengths, strict=True):
-                    self._connection.sendall(memory(source, length))
+                for block in blocks:
+                    self._connection.sendall(block)
                 if _read(self._connection, 1) == DONE:
                     return 0
             except (OSError, EOFError) as error:

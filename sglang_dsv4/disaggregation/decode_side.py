@@ -58,6 +58,18 @@ def explain(error: str) -> str:
     )
 
 
+def wait_for_forwards(queue: DecodePreallocQueue, *args: Any, **kwargs: Any) -> None:
+    """Before a request's slots and pages are told to its prefill server: wait for the forwards under way.
+
+    Their former request may have ended while one more step of it was launched, which writes a row into them. The other
+    server's writes do not wait for this one's streams.
+    """
+    scheduler = queue.scheduler
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if isinstance(pool, Dsv4KVPool) and scheduler.enable_overlap and str(pool.device).startswith("cuda"):
+        scheduler.forward_stream.synchronize()
+
+
 def unpack_pages(result: Any, queue: DecodeTransferQueue, decode_req: DecodeRequest) -> None:
     """After the commit of a transfer: copy the request's HCA pages to the entries, where they had to be packed."""
     pool, req = queue.scheduler.token_to_kv_pool_allocator.get_kvcache(), decode_req.req

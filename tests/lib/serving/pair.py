@@ -73,6 +73,7 @@ def running_pair(
     prefill: tuple[str, ...] = (),
     decode: tuple[str, ...] = (),
     env: dict[str, str] | None = None,
+    decode_env: dict[str, str] | None = None,
 ) -> Iterator[Pair]:
     """Start both servers at the same time, yield them once they answer, and stop them. The logs are in `folder`.
 
@@ -80,13 +81,14 @@ def running_pair(
         flags: of both servers.
         prefill, decode: further flags of each.
         env: environment of both.
+        decode_env: further environment of the decode server.
     """
     port = free_port()
-    sides = (("prefill", prefill), ("decode", decode))
+    sides = (("prefill", prefill, {}), ("decode", decode, decode_env or {}))
     with ExitStack() as stack, ThreadPoolExecutor(2) as starting:
 
-        def begin(side: str, further: tuple[str, ...]) -> Server:
-            one = started_side(checkpoint, folder / side, side, port, *flags, *further, env=env)
+        def begin(side: str, further: tuple[str, ...], own: dict[str, str]) -> Server:
+            one = started_side(checkpoint, folder / side, side, port, *flags, *further, env=(env or {}) | own)
             return stack.enter_context(one)
 
         first, second = [starting.submit(begin, *side) for side in sides]

@@ -153,6 +153,25 @@ def test_a_prefix_is_not_sent_before_it_is_there(idle: bool, overlap: bool, on_g
     assert early == ([512] if sent else [])
 
 
+def test_a_slot_is_published_after_its_last_forward() -> None:
+    waited: list[str] = []
+    pool = small_pool()
+    scheduler = SimpleNamespace(
+        enable_overlap=True,
+        forward_stream=SimpleNamespace(synchronize=lambda: waited.append("waited")),
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+    )
+    queue = SimpleNamespace(scheduler=scheduler)
+    decode_side.wait_for_forwards(queue, None, None)
+    assert not waited  # a CPU has computed what it was given
+    pool.device = "cuda"
+    decode_side.wait_for_forwards(queue, None, None)
+    assert waited == ["waited"]
+    scheduler.enable_overlap = False  # the step's results are on the host
+    decode_side.wait_for_forwards(queue, None, None)
+    assert waited == ["waited"]
+
+
 def test_a_forward_packs_the_pages_that_it_wrote() -> None:
     packed: list[int] = []
     pool = small_pool()
