@@ -9,6 +9,7 @@ changes to SGLang that have no row. Targets are names of SGLang 0.5.23.
 
 from __future__ import annotations
 
+from sglang_dsv4.seam.disaggregation_hooks import DISAGGREGATION
 from sglang_dsv4.seam.hook_kinds import KINDS, Hook, Kind, Process
 
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -394,6 +395,7 @@ HOOKS = (
          Process.SCHEDULER, "sglang_dsv4.prefix.rank_choice:dispatch",
          "a request goes to the data-parallel rank where most of its prompt is cached",
          "load-balancing methods can be registered"),
+    *DISAGGREGATION,
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
