@@ -16,13 +16,25 @@ from torch import Tensor
 
 from dsv4_kernels.device import bf16_rows, dependent_launch
 from dsv4_kernels.host import joint_launch
+from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.moe.sm90 import rows, work_list
+from dsv4_kernels.moe.sm90 import few_kernel, rows, work_list
 from dsv4_kernels.moe.sm90.kernel import launch
-from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape
+from dsv4_kernels.moe.sm90.plan import (
+    FEW,
+    NARROW,
+    PAIRED,
+    WIDE,
+    Arguments,
+    FewPlan,
+    Plan,
+    Product,
+    Shape,
+    few_plan,
+)
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
 
@@ -63,6 +75,8 @@ def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
+    if tokens <= FEW.slots:
+        return FEW
     return NARROW if tokens <= NARROW.slots else PAIRED
 
 
@@ -77,8 +91,10 @@ def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
     return -(-multiprocessors // min(matrix.codes.shape[1] for matrix in (packed.w13, packed.w2)))
 
 
-def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
+def compile(plan: Plan | FewPlan, arch: str = ARCH) -> Callable[..., None]:
     """The launcher of a product: (arguments, CTAs, stream)."""
+    if isinstance(plan, FewPlan):
+        return load_launcher("experts_sm90_few", plan, arch, few_kernel.launch, Arguments, Int32, plan)
     return load_launcher("experts_sm90", plan, arch, launch, Arguments, Int32, plan)
 
 
@@ -169,20 +185,23 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
 
 
 def multiply(
-    plan: Plan, listed: Listed, codes: Tensor, scales: Tensor, weights: HopperMatrix, limit: float = 0.0
+    plan: Plan | FewPlan, listed: Listed, codes: Tensor, scales: Tensor | None, weights: HopperMatrix, limit: float = 0.0
 ) -> Tensor:
     """One product of all slots: bf16 [slots, I] or [slots, d]; rows of empty slots are undefined.
 
     Args:
         plan: the product, and the shape with which `listed` was made.
         listed: the slots.
-        codes, scales: the result of `quantise`; if the plan gathers, [T, K] float8_e4m3fn and [T, K / 128] fp32.
+        codes, scales: the result of `quantise`; if the plan gathers, [T, K] float8_e4m3fn and [T, K / 128] fp32; if it
+            quantises, bf16 [T, K] for GATE_UP or [slots, K] for DOWN, and None.
         weights: of all experts of the rank.
         limit: swiglu_limit, for GATE_UP.
     """
     _, row_tiles, steps, _ = weights.codes.shape
     columns = row_tiles * TILE_ROWS // (2 if plan.product is Product.GATE_UP else 1)
     out = torch.empty(listed.groups * GROUP, columns, dtype=torch.bfloat16, device=codes.device)
+    few = isinstance(plan, FewPlan)
+    has_scale_strides = scales is not None and (few or plan.gathers)
     arguments = Arguments(
         codes=weights.codes.data_ptr(),
         shifts=weights.shifts.data_ptr(),
@@ -190,10 +209,10 @@ def multiply(
         factors=weights.factors.data_ptr(),
         factor_expert_bytes=stride_bytes(weights.factors, 0),
         tokens=codes.data_ptr(),
-        token_scales=scales.data_ptr(),
-        token_row_bytes=stride_bytes(codes, 0) if plan.gathers else 0,
-        scale_row_bytes=stride_bytes(scales, 0) if plan.gathers else 0,
-        scale_step_bytes=stride_bytes(scales, 1) if plan.gathers else 0,
+        token_scales=address(scales),
+        token_row_bytes=stride_bytes(codes, 0) if few or plan.gathers else 0,
+        scale_row_bytes=stride_bytes(scales, 0) if has_scale_strides else 0,
+        scale_step_bytes=stride_bytes(scales, 1) if has_scale_strides else 0,
         source=listed.source.data_ptr(),
         tiles=listed.tiles.data_ptr(),
         num_tiles=listed.totals.data_ptr(),
@@ -203,7 +222,8 @@ def multiply(
         limit=limit,
         out=out.data_ptr(),
     )
-    ctas = min(plan.shape.ctas_per_sm * hardware_multiprocessors(codes.device), listed.groups * row_tiles)
+    multiprocessors, tiles = hardware_multiprocessors(codes.device), listed.groups * row_tiles
+    ctas = min(multiprocessors, 2 * tiles) if few else min(plan.shape.ctas_per_sm * multiprocessors, tiles)
     compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
@@ -295,20 +315,34 @@ def multiply_all(
         work: the result of `plan_work`.
         packed: weights of this rank.
         swiglu_limit: clamp of gate and up.
-        quantised: `fp8_quantise(x, 128)`, scales of any strides, which saves a launch if the work has NARROW's shape.
+        quantised: `fp8_quantise(x, 128)`, scales of any strides, which saves a launch if the work has NARROW's shape, and
+            with FEW's the conversion of x.
 
     Raises:
         ValueError: rows of x, or of its codes, cannot be read 16 bytes at a time.
     """
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     listed, shape = work.listed, work.shape
-    gathers = quantised is not None and shape is NARROW
+    gathers = quantised is not None and shape in (FEW, NARROW)
     if gathers:
         check_codes(quantised[0], packed.hidden_size)
     with dependent_launch.switched(work.overlaps):
+        if shape is FEW:
+            of_tokens = quantised if gathers else (x, None)
+            gate_up, down = few_plans(packed.hidden_size, packed.channels, gathers)
+            hidden = multiply(gate_up, listed, *of_tokens, packed.w13, swiglu_limit)
+            return multiply(down, listed, hidden, None, packed.w2)
         of_tokens = quantised if gathers else quantise(x, listed, chooses=True)
         hidden = multiply(Plan(Product.GATE_UP, shape, gathers), listed, *of_tokens, packed.w13, swiglu_limit)
         return multiply(Plan(Product.DOWN, shape), listed, *quantise(hidden, listed, chooses=False), packed.w2)
+
+
+def few_plans(hidden_size: int, channels: int, gathers: bool) -> tuple[FewPlan, FewPlan]:
+    """The plans of both products for few tokens, from d, I of the rank, and whether codes of tokens are gathered."""
+    return (
+        few_plan(Product.GATE_UP, hidden_size // STEP, quantises=not gathers),
+        few_plan(Product.DOWN, channels // STEP, quantises=True),
+    )
 
 
 def check_codes(codes: Tensor, hidden_size: int) -> None:

@@ -21,9 +21,9 @@ CASES = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
+    from dsv4_kernels.moe.sm90.plan import FEW, NARROW, PAIRED, WIDE
 
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
+    return {"few": FEW, "narrow": NARROW, "paired": PAIRED, "wide": WIDE}
 
 
 @functools.cache
