@@ -4,14 +4,14 @@ With so few slots `kernel.py` takes as long as one CTA needs for all of K: each 
 `wgmma` and an addition, and a few experts do not have a work tile for every multiprocessor. Here work tiles have 64
 rows, and a CTA has several warpgroups that share a work tile along K:
 
-    WEIGHTS (2 warps)       wait empty[stage]; codes and shifts of 64 rows arrive at full[stage], and with the last step
-                            the rows' factors, and routing weights and sources of the slots
-    SLOTS (a warp for each warpgroup)   wait empty[stage]; codes and scales of the slots are gathered, or bf16 rows are
-                            quantised; they arrive at full[stage]
-    CONSUMER (4 warpgroups) warpgroup i multiplies the chunks i, i + 4, ... of K: waits full[stage], arrives at
-                            empty[stage] for every step of the chunk and keeps its products; waits given[i] for the sums
-                            of the previous chunks, arrives at taken[i]; adds its products, step by step; waits
-                            taken[i + 1], stores the sums, arrives at given[i + 1]. The last chunk's warpgroup finishes.
+    WEIGHTS (2 warps)           wait empty[stage]; codes and shifts of 64 rows arrive at full[stage], and with the last
+                                step the rows' factors, and routing weights and sources of the slots
+    SLOTS (2 warps)             wait empty[stage]; codes and scales of the slots are gathered, or bf16 rows are
+                                quantised; they arrive at full[stage]
+    CONSUMER (n warpgroups)     warpgroup i multiplies the chunks i, i + n, ... of K: for each step waits full[stage],
+                                keeps the products, arrives at empty[stage]; then waits given[i] for the sums of the
+                                chunks before, arrives at taken[i]; adds its products step by step; waits taken[i + 1],
+                                stores the sums, arrives at given[i + 1]. The last chunk's warpgroup finishes.
 
 So the order of summation, and every bit, is that of `kernel.py`: products of 128 channels in four instructions, times
 the slot's scale, added to the sum in fp32 in the order of K.
@@ -39,11 +39,20 @@ from dsv4_kernels.moe.sm90.plan import (
     WARP,
     WARPGROUP,
     Arguments,
+    FewPlan,
     Product,
     TileField,
 )
 from dsv4_kernels.moe.sm90.products import fragments, multiply
-from dsv4_kernels.moe.sm90.weights import CODE_BYTES, SHIFT_BYTES, STEP, TILE_ROWS, UNIT_BYTES, UNIT_ROWS, UNIT_SHIFT_BYTES
+from dsv4_kernels.moe.sm90.weights import (
+    CODE_BYTES,
+    SHIFT_BYTES,
+    STEP,
+    TILE_ROWS,
+    UNIT_BYTES,
+    UNIT_ROWS,
+    UNIT_SHIFT_BYTES,
+)
 from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
 
 WARPS = WARPGROUP // WARP
@@ -90,11 +99,11 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     cute.arch.fence_view_async_shared()  # these zeros, and the barriers
     cute.arch.sync_threads()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp >= plan.consumer_warps + plan.splits:
+    if warp >= plan.consumer_warps + plan.loading_warps:
         if cutlass.const_expr(plan.product is not Product.DOWN):
             dependent_launch.wait()
         with cute.arch.elect_one():
-            load_weights(args, plan, base, full, empty, warp - (plan.consumer_warps + plan.splits))
+            load_weights(args, plan, base, full, empty, warp - (plan.consumer_warps + plan.loading_warps))
     else:
         dependent_launch.begin()
         if warp < plan.consumer_warps:
@@ -103,13 +112,18 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
             load_slots(args, plan, base, full, empty, warp - plan.consumer_warps, thread % WARP)
 
 
-def field_of(args: Arguments, tile: Int32, exists: Int32) -> Int32:
-    """The expert of a work tile of the list, or 0 unless `exists` is positive."""
-    address = args.tiles + Int64(tile) * (4 * TILE_WORDS) + 4 * TileField.EXPERT
-    return ptx.load_or_zeros(Int32, 1, address, exists, "gt.s32", cache="")
+def listed(address: Int64, exists: Int32) -> Int32:
+    """A number of the work list, or 0 unless `exists` is positive; from L2, because L1 may hold an earlier layer's
+    list until this thread has waited."""
+    return ptx.load_or_zeros(Int32, 1, address, exists, "gt.s32", cache=".cg")
 
 
-def stage_at(plan, count: Int32) -> tuple:
+def expert_of(args: Arguments, tile: Int32, exists: Int32) -> Int32:
+    """The expert of a work tile, or 0 unless `exists` is positive."""
+    return listed(args.tiles + Int64(tile) * (4 * TILE_WORDS) + 4 * TileField.EXPERT, exists)
+
+
+def stage_at(plan: FewPlan, count: Int32) -> tuple:
     """(stage, phase of a consumer's wait) of the step that has number `count` among all steps of the CTA."""
     return count % plan.stages, count // plan.stages & 1
 
@@ -118,20 +132,20 @@ def stage_at(plan, count: Int32) -> tuple:
 def load_weights(
     args: Arguments, plan: cutlass.Constexpr, base: Int32, full: cute.Pointer, empty: cute.Pointer, of_warps: Int32
 ) -> None:
-    """One thread issues the copies of every second chunk."""
+    """One thread issues the copies of every `loading_warps`-th chunk."""
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
     halves, chunks, count = args.row_tiles * HALVES, args.steps // plan.chunk, Int32(0)
-    expert = field_of(args, first // halves, Int32(1))  # under way together with the next load
-    end = ptx.load_i32(args.num_tiles) * halves
+    expert = expert_of(args, first // halves, Int32(1))  # under way together with the next load
+    end = listed(args.num_tiles, Int32(1)) * halves
     for index in cutlass.range(first, end, stride, unroll=1):
         group = index // halves  # every expert has one group of slots, and one entry of the list
         half = index - group * halves
         codes, shifts = weights_of(args, expert, half // HALVES)
         codes += Int64(half % HALVES * HALF_CODE_BYTES)
         shifts += Int64(half % HALVES * HALF_SHIFT_BYTES)
-        for chunk in cutlass.range(of_warps, chunks, plan.weight_warps, unroll=1):
-            for i in cutlass.range_constexpr(plan.chunk):
+        for chunk in cutlass.range(of_warps, chunks, plan.loading_warps, unroll=1):
+            for i in cutlass.range(plan.chunk, unroll=1):
                 step = chunk * plan.chunk + i
                 at, phase = stage_at(plan, count + step)
                 cute.arch.mbarrier_wait(empty + at, phase ^ 1)
@@ -154,7 +168,7 @@ def load_weights(
                 to = base + plan.shifts_offset + at * HALF_SHIFT_BYTES
                 copy_bulk(to, shifts + Int64(step) * SHIFT_BYTES, HALF_SHIFT_BYTES, arrival)
         count += args.steps
-        expert = field_of(args, (index + stride) // halves, end - (index + stride))
+        expert = expert_of(args, (index + stride) // halves, end - (index + stride))
 
 
 @cute.jit
@@ -164,10 +178,10 @@ def load_slots(
     base: Int32,
     full: cute.Pointer,
     empty: cute.Pointer,
-    of_warpgroup: Int32,
+    of_warps: Int32,
     lane: Int32,
 ) -> None:
-    """One warp loads the slots of a warpgroup's chunks."""
+    """One warp loads the slots of every `loading_warps`-th chunk."""
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
     halves, chunks, count = args.row_tiles * HALVES, args.steps // plan.chunk, Int32(0)
@@ -175,8 +189,8 @@ def load_slots(
     end = ptx.load_i32(args.num_tiles) * halves
     for index in cutlass.range(first, end, stride, unroll=1):
         group = index // halves
-        for chunk in cutlass.range(of_warpgroup, chunks, plan.splits, unroll=1):
-            for i in cutlass.range_constexpr(plan.chunk):
+        for chunk in cutlass.range(of_warps, chunks, plan.loading_warps, unroll=1):
+            for i in cutlass.range(plan.chunk, unroll=1):
                 step = chunk * plan.chunk + i
                 at, phase = stage_at(plan, count + step)
                 barrier = full + at
@@ -222,7 +236,7 @@ def gather(args: Arguments, own: Int32, step: Int32, lane: Int32, slots: Int32, 
         ptx.copy_4_bytes_async(scales + lane * 4, scale, Int32(4))
 
 
-def rows_of(args: Arguments, plan, group: Int32, own: Int32, step: Int32, lane: Int32) -> list:
+def rows_of(args: Arguments, plan: FewPlan, group: Int32, own: Int32, step: Int32, lane: Int32) -> list:
     """A lane's eight channels in a step of each second slot, as words of two bf16; zeros of slots that do not exist."""
     rows = []
     for n in range(GROUP // ROWS_AT_ONCE):
@@ -318,7 +332,7 @@ def consume(args: Arguments, plan: cutlass.Constexpr, base: Int32, barriers: tup
         count += args.steps
 
 
-def numbers_of(plan, base: Int32, at: Int32, unit: Int32, lane: Int32) -> tuple:
+def numbers_of(plan: FewPlan, base: Int32, at: Int32, unit: Int32, lane: Int32) -> tuple:
     """(factors of the lane's two rows, routing weights of its two slots, their sources) of a work tile's last step."""
     factors = base + plan.factors_offset + at * FACTOR_BYTES + (unit * UNIT_ROWS + lane // 4) * 4
     of_rows = ptx.load_shared_f32(factors), ptx.load_shared_f32(factors + 4 * (UNIT_ROWS // 2))

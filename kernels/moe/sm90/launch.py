@@ -1,4 +1,5 @@
 """The launches of the experts on Hopper (sm_90a): work list, quantiser, first product, quantiser, second product, sum.
+The products of few tokens quantise their input themselves.
 
 Sizes of all buffers follow from shapes, and the host never waits for the device: CUDA graphs can capture a call.
 """
@@ -94,7 +95,9 @@ def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
 def compile(plan: Plan | FewPlan, arch: str = ARCH) -> Callable[..., None]:
     """The launcher of a product: (arguments, CTAs, stream)."""
     if isinstance(plan, FewPlan):
-        return load_launcher("experts_sm90_few", plan, arch, few_kernel.launch, Arguments, Int32, plan)
+        return load_launcher(
+            f"experts_sm90_few_{plan.product.name.lower()}", plan, arch, few_kernel.launch, Arguments, Int32, plan
+        )
     return load_launcher("experts_sm90", plan, arch, launch, Arguments, Int32, plan)
 
 
@@ -185,7 +188,12 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
 
 
 def multiply(
-    plan: Plan | FewPlan, listed: Listed, codes: Tensor, scales: Tensor | None, weights: HopperMatrix, limit: float = 0.0
+    plan: Plan | FewPlan,
+    listed: Listed,
+    codes: Tensor,
+    scales: Tensor | None,
+    weights: HopperMatrix,
+    limit: float = 0.0,
 ) -> Tensor:
     """One product of all slots: bf16 [slots, I] or [slots, d]; rows of empty slots are undefined.
 
@@ -278,8 +286,8 @@ def plan_work(
         overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
 
     Raises:
-        ValueError: there are more experts than the work list supports, or more tokens than a grid of the quantiser
-            takes.
+        ValueError: there are more experts than the work list supports, more tokens than a grid of the quantiser takes,
+            or more than FEW's tiles hold.
     """
     if packed.num_experts > work_list.MAX_EXPERTS:
         raise ValueError(
@@ -293,6 +301,11 @@ def plan_work(
         )
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
+    if shape is FEW and len(experts) > FEW.slots:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm90: work tiles of FEW hold at most {FEW.slots} tokens; got {len(experts)}. "
+            "Pass another shape"
+        )
     least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS
@@ -315,8 +328,7 @@ def multiply_all(
         work: the result of `plan_work`.
         packed: weights of this rank.
         swiglu_limit: clamp of gate and up.
-        quantised: `fp8_quantise(x, 128)`, scales of any strides, which saves a launch if the work has NARROW's shape, and
-            with FEW's the conversion of x.
+        quantised: `fp8_quantise(x, 128)`, scales of any strides; used if the work has NARROW's or FEW's shape.
 
     Raises:
         ValueError: rows of x, or of its codes, cannot be read 16 bytes at a time.
@@ -329,7 +341,7 @@ def multiply_all(
     with dependent_launch.switched(work.overlaps):
         if shape is FEW:
             of_tokens = quantised if gathers else (x, None)
-            gate_up, down = few_plans(packed.hidden_size, packed.channels, gathers)
+            gate_up, down = few_plans(packed.hidden_size, gathers)
             hidden = multiply(gate_up, listed, *of_tokens, packed.w13, swiglu_limit)
             return multiply(down, listed, hidden, None, packed.w2)
         of_tokens = quantised if gathers else quantise(x, listed, chooses=True)
@@ -337,12 +349,9 @@ def multiply_all(
         return multiply(Plan(Product.DOWN, shape), listed, *quantise(hidden, listed, chooses=False), packed.w2)
 
 
-def few_plans(hidden_size: int, channels: int, gathers: bool) -> tuple[FewPlan, FewPlan]:
-    """The plans of both products for few tokens, from d, I of the rank, and whether codes of tokens are gathered."""
-    return (
-        few_plan(Product.GATE_UP, hidden_size // STEP, quantises=not gathers),
-        few_plan(Product.DOWN, channels // STEP, quantises=True),
-    )
+def few_plans(hidden_size: int, gathers: bool) -> tuple[FewPlan, FewPlan]:
+    """The plans of both products for few tokens, from d and whether codes of tokens are gathered."""
+    return few_plan(Product.GATE_UP, hidden_size // STEP, quantises=not gathers), few_plan(Product.DOWN)
 
 
 def check_codes(codes: Tensor, hidden_size: int) -> None:
@@ -385,6 +394,7 @@ def experts_forward(
     shared: Tensor | None = None,
     shape: Shape | None = None,
     overlaps: bool | None = None,
+    quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The weighted sum over the routed experts of this rank: [T, d] in `dtype`.
 
@@ -394,7 +404,7 @@ def experts_forward(
         return x.new_empty(x.shape, dtype=dtype)
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     work = plan_work(weights, experts, packed, expert_offset, shape, overlaps)
-    return sum_products(multiply_all(x, work, packed, swiglu_limit), work, dtype, shared)
+    return sum_products(multiply_all(x, work, packed, swiglu_limit, quantised), work, dtype, shared)
 
 
 def mxfp4_experts_forward(
@@ -419,9 +429,10 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
         partial(rows.compile_sum, summed, arch),
         partial(work_list.compile, arch),
     ]
-    plans = [Plan(product, NARROW) for product in Product]
+    plans: list[Plan | FewPlan] = [Plan(product, NARROW) for product in Product]
+    plans += few_plans(model.hidden_size, gathers=False)
     if model.joins_launches and model.quantises_inputs:
-        plans.append(Plan(Product.GATE_UP, NARROW, gathers=True))
+        plans += [Plan(Product.GATE_UP, NARROW, gathers=True), few_plans(model.hidden_size, gathers=True)[0]]
     of_few_tokens = [partial(compile, plan, arch) for plan in plans]
     # Calls of more than EARLY_TOKENS tokens launch nothing early.
     early = dict.fromkeys((dependent_launch.is_on(), False))

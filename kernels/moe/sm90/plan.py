@@ -74,9 +74,9 @@ NARROW = Shape((8, 16, 32), 8, 2)
 PAIRED = Shape((8, 16, 32, 64), 8, 2, paired=True)
 """Decode with so many tokens that an expert may have more than NARROW's slots: then its codes are read and converted
 once for 64 slots. The number of stages, and the bytes in flight, stay the same."""
-FEW = Shape((8,), 30, 1)
+FEW = Shape((8,), 24, 1)
 """Decode of so few tokens that a group holds all slots of an expert. Work tiles have half as many rows, so that more
-multiprocessors read weights, and K is divided within a CTA (few_kernel.py); one CTA's 30 stages are in flight."""
+multiprocessors read weights, and K is divided within a CTA (few_kernel.py, `FewPlan`)."""
 WIDE = Shape((16, 32, 64, 96, 112, 128, 160, 192, 224), 8, 1, paired=True, ahead=True, registers=(240, 24))
 """Prefill: as many slots share the codes of a step as registers have room for their sums."""
 
@@ -119,27 +119,23 @@ class Plan:
         return self.shifts_offset + self.shape.stages * SHIFT_BYTES
 
 
-MOST_STEPS_OF_CHUNK = 4
-"""Steps whose products a consumer of `FewPlan` holds in registers."""
-
-
 @dataclass(frozen=True)
 class FewPlan:
     """Compile-time parameters of the kernel for few tokens (few_kernel.py).
 
     Work tiles have HALF_ROWS rows and one group of slots. K is divided into chunks, and chunk i is multiplied by
-    warpgroup i % splits, whose slots are loaded by a warp of their own.
+    warpgroup i % splits.
     """
 
     product: Product
-    chunk: int
-    """Steps of a chunk."""
     quantises: bool
     """Whether slots are read as bf16 and quantised on the way to shared memory; otherwise e4m3 codes are gathered."""
-    stages: int = FEW.stages
-    splits: int = 4
-    weight_warps: int = 2
-    """Warps that load weights, each those of every `weight_warps`-th chunk."""
+    chunk: int
+    """Steps of a chunk: a thread holds the products of each in registers."""
+    stages: int
+    splits: int
+    loading_warps: int = 2
+    """Warps that load slots, and as many that load weights, each those of every `loading_warps`-th chunk."""
 
     @property
     def consumer_warps(self) -> int:
@@ -149,7 +145,7 @@ class FewPlan:
     @property
     def threads(self) -> int:
         """Threads of a CTA: warpgroups that multiply, warps that load slots, warps that load weights."""
-        return WARP * (self.consumer_warps + self.splits + self.weight_warps)
+        return WARP * (self.consumer_warps + 2 * self.loading_warps)
 
     # Shared memory: for all stages the slots' codes, weight codes, shifts, scales of the slots, the rows' factors, and
     # routing weights and sources of the slots (last step of a work tile only); sums on their way between warpgroups.
@@ -195,11 +191,20 @@ class FewPlan:
         return self.sums_offset + self.splits * WARPGROUP * 16
 
 
-def few_plan(product: Product, steps: int, quantises: bool) -> FewPlan:
-    """The plan for K of `steps` steps: the longest chunks of which every warpgroup gets one."""
-    splits = FewPlan.splits
-    chunk = next(n for n in range(MOST_STEPS_OF_CHUNK, 0, -1) if n == 1 or (steps % n == 0 and steps // n >= splits))
-    return FewPlan(product, chunk, quantises)
+def few_plan(product: Product, steps: int = 0, quantises: bool = True) -> FewPlan:
+    """The plan for few tokens. A CTA of either product fits a multiprocessor together, so that the second product's
+    weights arrive while the first product still runs: registers are 16,384 for each fourth of the warps.
+
+    Args:
+        product: the product.
+        steps: K / 128, for GATE_UP.
+        quantises: see `FewPlan`, for GATE_UP.
+    """
+    if product is Product.DOWN:
+        return FewPlan(product, True, chunk=1, stages=FEW.stages // 2, splits=2)
+    splits = 4
+    chunk = 2 if steps % 2 == 0 and steps // 2 >= splits else 1
+    return FewPlan(product, quantises, chunk, FEW.stages, splits)
 
 
 class Arguments(NamedTuple):
