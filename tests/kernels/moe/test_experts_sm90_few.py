@@ -16,7 +16,7 @@ import torch
 from ops.attention_launch import delete_synchronisation
 from ops.early_launches import launched_early
 from ops.experts_cases import LIMIT, Case
-from ops.hopper_experts import arranged, shapes
+from ops.hopper_experts import arranged, emulated_experts, shapes
 from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from torch import Tensor
@@ -40,7 +40,7 @@ CASES = {
 
 def launched(case: Case, shape: str, quantised: bool, **options: Any) -> tuple[Tensor, Any]:
     """(result, emulated device), of tokens that are quantised before or by the first product."""
-    from ptx_emulator import Checks, emulated
+    from ptx_emulator import Checks
 
     from dsv4_kernels.moe.sm90 import launch
 
@@ -50,10 +50,8 @@ def launched(case: Case, shape: str, quantised: bool, **options: Any) -> tuple[T
     fp8 = strided(codes.view(torch.uint8), 1, 32).view(torch.float8_e4m3fn), strided(scales.T, 1, 3).T
     launch.hardware_multiprocessors.cache_clear()
     options = {"checks": Checks.strict(), "schedule": "random", **options}
-    with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
+    with emulated_experts(multiprocessors=case.multiprocessors, **options) as device:
         work = launch.plan_work(weights, ids, packed, case.offset, shapes()[shape])
-        for constant in (*packed.w13[:3], *packed.w2[:3], work.listed.source, work.listed.tiles, work.listed.totals):
-            device.memory.constant(constant)
         rows = launch.multiply_all(strided(x, 1, 24), work, packed, LIMIT, fp8 if quantised else None)
         out = launch.sum_products(rows, work, torch.float32, None)
     launch.hardware_multiprocessors.cache_clear()
