@@ -1,4 +1,4 @@
-"""Whose operators a model's forwards run: this package's by implementation, and SGLang's by module."""
+"""Operators of a model's forwards: this package's by implementation, and SGLang's by module."""
 
 from __future__ import annotations
 
