@@ -41,7 +41,6 @@ from dsv4_kernels.moe.sm90.plan import (
     Arguments,
     FewPlan,
     Product,
-    TileField,
 )
 from dsv4_kernels.moe.sm90.products import fragments, multiply
 from dsv4_kernels.moe.sm90.weights import (
@@ -53,7 +52,7 @@ from dsv4_kernels.moe.sm90.weights import (
     UNIT_ROWS,
     UNIT_SHIFT_BYTES,
 )
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
+from dsv4_kernels.moe.workspace import GROUP, TILE_WORDS, TileField
 
 WARPS = WARPGROUP // WARP
 HALVES = TILE_ROWS // HALF_ROWS

@@ -39,7 +39,6 @@ from dsv4_kernels.moe.sm90.plan import (
     Arguments,
     Plan,
     Product,
-    TileField,
 )
 from dsv4_kernels.moe.sm90.products import LEFT_WORDS, fragments, multiply, multiply_and_convert
 from dsv4_kernels.moe.sm90.weights import (
@@ -51,7 +50,7 @@ from dsv4_kernels.moe.sm90.weights import (
     UNIT_ROWS,
     UNIT_SHIFT_BYTES,
 )
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
+from dsv4_kernels.moe.workspace import GROUP, TILE_WORDS, TileField
 
 SLOTS_AT_ONCE = 4
 """Slots of which a warp copies 128 bytes each with one instruction."""

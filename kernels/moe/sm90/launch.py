@@ -6,7 +6,6 @@ Sizes of all buffers follow from shapes, and the host never waits for the device
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,14 +14,14 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows, dependent_launch
-from dsv4_kernels.host import joint_launch
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.moe.sm90 import few_kernel, rows, work_list
+from dsv4_kernels.moe import sums, work_list
+from dsv4_kernels.moe.sm90 import few_kernel, rows
 from dsv4_kernels.moe.sm90.kernel import launch
 from dsv4_kernels.moe.sm90.plan import (
     FEW,
@@ -37,33 +36,13 @@ from dsv4_kernels.moe.sm90.plan import (
     few_plan,
 )
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
+from dsv4_kernels.moe.work_list import NEVER, Listed
+from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
 PAIRED_SLOTS = 56
 """Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
-EARLY_TOKENS = 512
-"""Tokens of a call up to which launches may begin early. With more tokens a launch is a small part of the time, and
-waiting CTAs hold memory and issue slots: without early launches a call of 1,024 tokens or more takes 0.97 of the
-time."""
-_NEVER = (1 << 31) - 1
-
-
-class Listed(NamedTuple):
-    """The result of `list_work`. Buffers may be longer than the list; their rest is undefined."""
-
-    slot_of_pair: Tensor  # int32 [T, k]; negative: the expert is on another rank
-    source: Tensor  # int32 [slots]
-    routing: Tensor  # fp32 [slots]
-    group_tile: Tensor  # int32 [groups]
-    tiles: Tensor  # int32 [tiles, TILE_WORDS]
-    totals: Tensor  # int32 [2]: work tiles, groups
-
-    @property
-    def groups(self) -> int:
-        """The most groups of slots that the list can have."""
-        return len(self.group_tile)
 
 
 def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
@@ -88,7 +67,7 @@ def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
     busy. If a product has an odd number of steps, a tile could begin at an odd stage, so wide tiles are never used.
     """
     if any(matrix.codes.shape[2] % 2 for matrix in (packed.w13, packed.w2)):
-        return _NEVER
+        return NEVER
     return -(-multiprocessors // min(matrix.codes.shape[1] for matrix in (packed.w13, packed.w2)))
 
 
@@ -107,7 +86,7 @@ def list_work(
     num_experts: int,
     offset: int,
     shape: Shape,
-    least_paired: int = _NEVER,
+    least_paired: int = NEVER,
 ) -> Listed:
     """The slots and work tiles of a call.
 
@@ -119,45 +98,8 @@ def list_work(
         shape: shape of the products' work tiles.
         least_paired: for a paired shape, see `least_paired_tiles`.
     """
-    device, pairs = experts.device, experts.numel()
-    groups = most_groups(pairs, num_experts)
-    integers = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    listed = Listed(
-        slot_of_pair=integers(experts.shape),
-        source=integers(groups * GROUP),
-        routing=torch.empty(groups * GROUP, dtype=torch.float32, device=device),
-        group_tile=integers(groups),
-        tiles=integers(groups, TILE_WORDS),
-        totals=integers(2),
-    )
-    arguments = work_list.Arguments(
-        experts=experts.data_ptr(),
-        weights=weights.data_ptr(),
-        num_pairs=pairs,
-        chosen=experts.shape[1],
-        num_experts=num_experts,
-        first_expert=offset,
-        tile_groups=shape.room // GROUP,
-        paired_groups=shape.slots // GROUP,
-        least_tiles=least_paired,
-        slot_of_pair=listed.slot_of_pair.data_ptr(),
-        source=listed.source.data_ptr(),
-        routing=listed.routing.data_ptr(),
-        group_tile=listed.group_tile.data_ptr(),
-        tiles=listed.tiles.data_ptr(),
-        totals=listed.totals.data_ptr(),
-    )
-    stream = current_stream(device)
-    joint_launch.run(
-        work_list.PART,
-        ARCH,
-        arguments,
-        1,
-        stream,
-        (weights, experts),
-        alone=lambda: work_list.compile(ARCH)(arguments, stream),
-    )
-    return listed
+    paired = (shape.slots, least_paired) if shape.paired else None
+    return work_list.list_work(weights, experts, num_experts, offset, shape.room, ARCH, paired)
 
 
 def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tensor]:
@@ -237,24 +179,8 @@ def multiply(
 
 
 def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
-    """[T, d] in `dtype`: the sums of each token's rows by rising expert, plus `shared` [T, d] bf16."""
-    tokens, chosen = experts.shape
-    d = slot_rows.shape[1]
-    out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
-    chunks = d // bf16_rows.CHUNK
-    arguments = rows.SumArguments(
-        rows=slot_rows.data_ptr(),
-        experts=experts.data_ptr(),
-        slot_of_pair=listed.slot_of_pair.data_ptr(),
-        shared=0 if shared is None else shared.data_ptr(),
-        shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
-        chunks=chunks,
-        num_chunks=tokens * chunks,
-        out=out.data_ptr(),
-    )
-    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
-    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), current_stream(out.device))
-    return out
+    """`sums.sum_rows` on Hopper."""
+    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH)
 
 
 class Work(NamedTuple):
@@ -289,10 +215,6 @@ def plan_work(
         ValueError: there are more experts than the work list supports, more tokens than a grid of the quantiser takes,
             or more than FEW's tiles hold.
     """
-    if packed.num_experts > work_list.MAX_EXPERTS:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
-        )
     groups = most_groups(experts.numel(), packed.num_experts)
     if groups > MOST_CTAS_IN_Y:
         raise ValueError(
@@ -377,8 +299,6 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
     Raises:
         ValueError: rows of `shared` cannot be read 16 bytes at a time.
     """
-    if shared is not None:
-        check_rows("mxfp4_experts_forward: shared", shared, slot_rows.shape[1])
     with dependent_launch.switched(work.overlaps):
         return sum_rows(slot_rows, work.experts, work.listed, dtype, shared)
 
@@ -422,11 +342,11 @@ def mxfp4_experts_forward(
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of all kernels of `experts_forward`, for launches that begin early and for those that do not."""
-    summed = rows.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
+    summed = sums.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
     of_any_call: list[Callable[[], object]] = [
         *(partial(compile, Plan(product, shape), arch) for shape in (PAIRED, WIDE) for product in Product),
         *(partial(rows.compile_quantise, chooses, arch) for chooses in (True, False)),
-        partial(rows.compile_sum, summed, arch),
+        partial(sums.compile, summed, arch),
         partial(work_list.compile, arch),
     ]
     plans: list[Plan | FewPlan] = [Plan(product, NARROW) for product in Product]

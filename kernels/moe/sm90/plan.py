@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64
 
 from dsv4_kernels.moe.sm90.weights import CODE_BYTES, SHIFT_BYTES, STEP, TILE_ROWS
-from dsv4_kernels.moe.sm90.workspace import GROUP
+from dsv4_kernels.moe.workspace import GROUP
 
 GROUP_BYTES = GROUP * STEP
 """Bytes of the codes of a group of slots in a step of K."""
@@ -221,22 +221,10 @@ class Arguments(NamedTuple):
     scale_row_bytes: Int64
     scale_step_bytes: Int64
     source: Int64  # int32 [slots]: row of tokens, negative: zeros; read if they are gathered
-    tiles: Int64  # int32 [tiles, workspace.TILE_WORDS], see `TileField`
+    tiles: Int64  # int32 [tiles, workspace.TILE_WORDS], see `workspace.TileField`
     num_tiles: Int64  # int32 [1]
     row_tiles: Int32
     steps: Int32  # K / 128
     routing: Int64  # fp32 [slots]: routing weights, read by GATE_UP
     limit: Float32  # swiglu_limit, read by GATE_UP
     out: Int64  # bf16 [slots, I] or [slots, d]
-
-
-class TileField(IntEnum):
-    """Indices of the int32 fields of a work tile."""
-
-    EXPERT = 0
-    FIRST_GROUP = 1
-    GROUPS = 2
-    RUN_FIRST = 3
-    """First tile of the same expert."""
-    RUN_TILES = 4
-    """Tiles of the same expert."""

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from dsv4_kernels import moe
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.moe import Mxfp4Experts, ref
+from dsv4_kernels.moe import Mxfp4Experts, ref, workspace
 from dsv4_kernels.moe.sm90 import weights as arrangement
-from dsv4_kernels.moe.sm90 import workspace
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -256,7 +255,7 @@ LISTED_AS = [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)]
 
 
 def test_a_list_has_more_pairs_than_a_round() -> None:
-    from dsv4_kernels.moe.sm90 import work_list
+    from dsv4_kernels.moe import work_list
 
     tokens, chosen, *_ = LISTS["more-than-a-round"]
     assert tokens * chosen > work_list.THREADS * work_list.AT_ONCE
@@ -275,7 +274,7 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
     from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import GROUP
+    from dsv4_kernels.moe.workspace import GROUP
 
     tokens, chosen, held, offset, of_all = case
     generator = torch.Generator().manual_seed(3)

@@ -129,7 +129,7 @@ def test_the_list_of_few_tokens_has_a_tile_for_each_group() -> None:
     """The kernel takes a group's number for its work tile's: more tokens than a group's slots would break this."""
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import FEW
-    from dsv4_kernels.moe.sm90.workspace import GROUP
+    from dsv4_kernels.moe.workspace import GROUP
 
     assert FEW.slots == GROUP
     assert [launch.shape_for(tokens, 6, 256) is FEW for tokens in (1, 8, 9)] == [True, True, False]

@@ -1,0 +1,124 @@
+"""Prefill and decode on different servers, over sockets on loopback: the bits of one server.
+
+Two servers and the one that they are compared with are started for each kind; requests go to both as a router sends
+them. SGLang's Mooncake backend transfers, over the engine of `sglang_dsv4.cpu.transfer_engine`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+from serving.pair import Pair, running_pair
+from serving.server import SLEEP_ON_IDLE, Server, flush, output_logprobs, running_server
+from serving.speculation import ALGORITHMS, drafting_flags
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+CHUNK = 512
+FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", str(CHUNK))
+RADIX = ("--disaggregation-decode-enable-radix-cache",)
+KINDS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "fp8": ("--kv-cache-dtype", "fp8_e4m3"),
+    "deterministic": ("--enable-deterministic-inference",),
+    "EAGLE": drafting_flags("EAGLE"),
+    "DSPARK": drafting_flags("DSPARK"),
+}
+LENGTHS = (1, 2, 40, *(end + by for end in (128, 256, CHUNK, 768, 2 * CHUNK) for by in (-1, 0, 1)))
+"""Around the window, a page and the ends of chunks."""
+
+
+class Served(NamedTuple):
+    pair: Pair
+    one: Server
+    kind: str
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, kind = tmp_path_factory.mktemp("pair"), request.param
+    write_checkpoint(folder / "model", ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"])
+    flags = (*FLAGS, *KINDS[kind], "--enable-metrics")
+    with (
+        running_pair(folder / "model", folder, *flags, decode=RADIX) as pair,
+        running_server(folder / "model", folder / "one", *flags, SLEEP_ON_IDLE) as one,
+    ):
+        yield Served(pair, one, kind)
+
+
+def some(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 990) for _ in range(count)]
+
+
+def bits(result: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Return the tokens of an answer and their log-probabilities, the first token's too."""
+    assert len(output_logprobs(result)) == len(result["output_ids"])
+    return result["output_ids"], output_logprobs(result)
+
+
+def flush_all(served: Served) -> None:
+    for server in (served.pair.prefill, served.pair.decode, served.one):
+        flush(server)
+
+
+def test_every_length_has_the_bits_of_one_server(served: Served) -> None:
+    flush_all(served)
+    wrong = [
+        length
+        for length in LENGTHS
+        if bits(served.pair.generate(some(length, length))) != bits(served.one.generate(some(length, length)))
+    ]
+    assert not wrong
+
+
+def test_requests_at_once_have_the_bits_of_one_server(served: Served) -> None:
+    """More requests than may run, so that slots are used again while others decode."""
+    flush_all(served)
+    lengths = (700, 5, 257, 130, 1030, 64, 512, 300, 90, 900, 33, 256)
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(lambda n: served.pair.generate(some(n + 1, n), max_new_tokens=24), lengths))
+    for length, answer in zip(lengths, answers, strict=True):
+        assert bits(answer) == bits(served.one.generate(some(length + 1, length), max_new_tokens=24)), length
+
+
+@pytest.mark.parametrize("decode_has_it", [False, True], ids=["on the prefill side", "on the decode side"])
+def test_a_conversation_hits_and_has_the_bits_of_one_server(served: Served, decode_has_it: bool) -> None:
+    """Each turn begins with all tokens so far. The prefill server has the pages of prompts, up to a tail; the decode
+    server also has those that decoding has filled, and only the rest is transferred."""
+    flush_all(served)
+    tokens, cached = some(31, 520), []
+    for turn in range(3):
+        answer, expected = (server.generate(tokens, max_new_tokens=250) for server in (served.pair, served.one))
+        assert bits(answer) == bits(expected), turn
+        cached.append(answer["meta_info"]["cached_tokens"])
+        tokens = tokens + answer["output_ids"] + some(turn, 150)
+        flush(served.pair.prefill if decode_has_it else served.pair.decode)
+    assert cached == ([0, 768, 1024] if decode_has_it else [0, 512, 768])
+
+
+def test_draws_and_penalties_go_on_after_the_transfer(served: Served) -> None:
+    """The prefill server draws the first token, the decode server counts it."""
+    if served.kind in ALGORITHMS:
+        pytest.skip("drafts are accepted with draws of their own, which have no seed")
+    drawn = {"temperature": 0.8, "sampling_seed": 7, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    for length in (5, 300):
+        answers = [server.generate(some(9, length), **drawn) for server in (served.pair, served.one)]
+        assert bits(answers[0]) == bits(answers[1])
+        greedy = {"presence_penalty": 1.5, "max_new_tokens": 40}
+        answers = [server.generate(some(9, length), **greedy) for server in (served.pair, served.one)]
+        assert bits(answers[0]) == bits(answers[1])
+
+
+def test_transfers_are_counted(served: Served) -> None:
+    served.pair.generate(some(77, 300))
+    metrics = requests.get(f"{served.pair.prefill.url}/metrics", timeout=60).text
+    for name in ("kv_transfer_latency_ms", "kv_transfer_speed_gb_s", "kv_transfer_total_mb"):
+        assert f"sglang:{name}" in metrics, name
