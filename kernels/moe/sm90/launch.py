@@ -33,6 +33,7 @@ from dsv4_kernels.moe.sm90.plan import (
     Plan,
     Product,
     Shape,
+    few_ctas,
     few_plan,
 )
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
@@ -40,6 +41,8 @@ from dsv4_kernels.moe.work_list import NEVER, Listed
 from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
+FEW_TOKENS = 8
+"""Most tokens for which FEW is chosen: with more, two of its work tiles may need the weights of one expert."""
 PAIRED_SLOTS = 56
 """Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
@@ -55,7 +58,7 @@ def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
-    if tokens <= FEW.slots:
+    if tokens <= FEW_TOKENS:
         return FEW
     return NARROW if tokens <= NARROW.slots else PAIRED
 
@@ -173,7 +176,10 @@ def multiply(
         out=out.data_ptr(),
     )
     multiprocessors, tiles = hardware_multiprocessors(codes.device), listed.groups * row_tiles
-    ctas = min(multiprocessors, 2 * tiles) if few else min(plan.shape.ctas_per_sm * multiprocessors, tiles)
+    if few:
+        ctas = few_ctas(plan, 2 * tiles, multiprocessors)
+    else:
+        ctas = min(plan.shape.ctas_per_sm * multiprocessors, tiles)
     compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
@@ -212,8 +218,8 @@ def plan_work(
         overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
 
     Raises:
-        ValueError: there are more experts than the work list supports, more tokens than a grid of the quantiser takes,
-            or more than FEW's tiles hold.
+        ValueError: there are more experts than the work list supports, or more tokens than a grid of the quantiser
+            takes.
     """
     groups = most_groups(experts.numel(), packed.num_experts)
     if groups > MOST_CTAS_IN_Y:
@@ -223,11 +229,6 @@ def plan_work(
         )
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
     shape = shape or shape_for(*experts.shape, packed.num_experts)
-    if shape is FEW and len(experts) > FEW.slots:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: work tiles of FEW hold at most {FEW.slots} tokens; got {len(experts)}. "
-            "Pass another shape"
-        )
     least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS
