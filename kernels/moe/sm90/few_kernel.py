@@ -71,6 +71,7 @@ def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cu
         block=[plan.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=1,
+        preferred_smem_carveout=100,  # percent, so that CTAs of both products fit
         use_pdl=dependent_launch.is_on(),
     )
 
