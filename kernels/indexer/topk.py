@@ -117,7 +117,6 @@ def kernel_of_few_tokens(args: Arguments) -> None:
     if (args.scores != 0) & (Int64(first) * 4 < args.scores_row_bytes):
         # The first round does not wait for the length: a row of scores has whole pages.
         ptx.copy_async(held.scores, scores + Int64(first) * 4, Int32(16))
-    cute.arch.cp_async_commit_group()
     pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
     out = args.rows + Int64(token) * (Int64(args.top_k) * 4)
     if visible <= args.top_k:
@@ -126,6 +125,7 @@ def kernel_of_few_tokens(args: Arguments) -> None:
             if place < visible:
                 row = row_of(pages, place)
             ptx.store_i32(out + Int64(place) * 4, row)
+        cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
     else:
         for at in cutlass.range(first, ptx.imin(visible, Int32(HELD)), ENTRIES_A_ROUND, unroll=1):
