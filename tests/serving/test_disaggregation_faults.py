@@ -95,6 +95,17 @@ def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path)
         assert bits(pair.generate(kept[0], max_new_tokens=24)) == expected[0]
 
 
+def test_a_request_that_ends_on_the_prefill_side_ends_on_both(checkpoint: Path, tmp_path: Path) -> None:
+    """No first token can be drawn: the client hears it from the decode server, at once and with the reason."""
+    with running_pair(checkpoint, tmp_path, *FLAGS) as pair:
+        begin = time.monotonic()
+        response = pair.post(some(1, 300), stop_token_ids=list(range(1024)), min_new_tokens=3)
+        assert time.monotonic() - begin < 60
+        assert response.status_code == 500 and "no token can be drawn" in response.text, response.text
+        assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+        assert pair.post(some(1, 300)).status_code == 200
+
+
 def abort(pair: Pair, rid: str) -> None:
     for server in (pair.decode, pair.prefill):
         requests.post(f"{server.url}/abort_request", json={"rid": rid}, timeout=60)
