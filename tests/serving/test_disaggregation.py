@@ -157,6 +157,17 @@ def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Pat
             assert (answer, found["pages_from"]) == (expected, {"storage": 768})
 
 
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
+def test_sides_may_have_other_numbers_of_ranks(checkpoint: Path, tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Pools are equal on all ranks. Log-probabilities differ in their last bits, as those of other numbers of ranks."""
+    prefill, decode = (("--tp-size", str(count)) for count in ranks)
+    prompts = [some(seed, length) for seed, length in enumerate((40, 256, 700))]
+    with running_pair(checkpoint, tmp_path, *FLAGS, prefill=prefill, decode=decode) as pair:
+        answers = [pair.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
+    with running_server(checkpoint, tmp_path / "one", *FLAGS, SLEEP_ON_IDLE) as one:
+        assert answers == [one.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
+
+
 def ask(pair: Pair, prompt: list[int]) -> tuple[Any, dict[str, Any]]:
     """Return the bits of an answer, and the prefill server's account of the prompt."""
     response, at_prefill = pair.both(prompt, max_new_tokens=20)
