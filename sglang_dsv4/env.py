@@ -86,10 +86,10 @@ SWITCHES = (
     ),
     Switch(
         "SGLANG_DSV4_ALL_REDUCE",
-        ("sglang", "auto", "ours"),
-        "sglang",
-        "sums over ranks: SGLang's all-reduce; or our kernel, which stores parts into the other GPUs' memory (auto: "
-        "SGLang's where that memory cannot be mapped; ours: the server stops there)",
+        ("auto", "ours", "sglang"),
+        "auto",
+        "sums over ranks: our kernel, which stores parts into the other GPUs' memory (auto: SGLang's all-reduce where "
+        "that memory cannot be mapped; ours: the server stops there); or SGLang's all-reduce",
     ),
     Switch(
         "SGLANG_DSV4_RANK_CHOICE",
@@ -111,10 +111,16 @@ SWITCHES = (
         "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(
+        "SGLANG_DSV4_FP8_LINEAR",
+        ("auto", "ours"),
+        "auto",
+        "ours: on Blackwell our kernel multiplies in FP8 layers; auto: it does under --enable-deterministic-inference",
+    ),
+    Switch(
         "SGLANG_DSV4_JOINT_LAUNCH",
-        ("off", "on"),
-        "off",
-        "on: in forwards of up to 16 tokens, kernels of a layer that do not depend on each other are one launch",
+        ("on", "off"),
+        "on",
+        "in forwards of up to 16 tokens, kernels of a layer that do not depend on each other are one launch",
     ),
     Switch(
         "SGLANG_DSV4_COMPARE_ATTENTION",

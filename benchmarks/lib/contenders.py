@@ -51,8 +51,10 @@ PARTS = {
     "custom_all_reduce": Part(
         _BOTH, "sums by SGLang's CustomAllReduceV2 instead of NCCL", without=("--disable-custom-all-reduce",)
     ),
-    "our_all_reduce": Part(_OURS, "sums by our kernel", env={"SGLANG_DSV4_ALL_REDUCE": "ours"}),
+    "our_all_reduce": Part(_OURS, "sums by our kernel, or no start", env={"SGLANG_DSV4_ALL_REDUCE": "ours"}),
+    "sglang_sums": Part(_OURS, "sums by NCCL", env={"SGLANG_DSV4_ALL_REDUCE": "sglang"}),
     "joint_launch": Part(_OURS, "independent kernels of a layer in one launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "on"}),
+    "separate_launches": Part(_OURS, "each kernel in its own launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "off"}),
     "windows": Part(
         _BUILTIN,
         "0.3 window tokens a token of the pool, where SGLang sets 0.1: more prefixes keep their window",

@@ -79,6 +79,11 @@ def write_tokenizer(directory: Path, vocab_size: int, max_tokens: int) -> None:
         max_tokens: the longest sequence the model accepts.
     """
     build_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+    write_tokenizer_files(directory, max_tokens)
+
+
+def write_tokenizer_files(directory: Path, max_tokens: int) -> None:
+    """Write ``tokenizer_config.json`` and ``generation_config.json``; arguments as in `write_tokenizer`."""
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -3,9 +3,9 @@
 With few tokens most kernels leave most of a GPU idle, and their time is mostly start-up and drain. With many tokens
 each kernel fills the GPU, and the parts run one after the other. Bits do not change.
 
-    SGLANG_DSV4_JOINT_LAUNCH    off (default): parts run on two streams, in graphs of up to MOST_TOKENS tokens.
-                                on: parts of up to JOINT_TOKENS tokens are one launch (`dsv4_kernels.host.joint_launch`)
-                                where `together` runs them.
+    SGLANG_DSV4_JOINT_LAUNCH    on (default): parts of up to JOINT_TOKENS tokens are one launch
+                                (`dsv4_kernels.host.joint_launch`) where `together` runs them.
+                                off: they run on two streams, as parts of up to MOST_TOKENS tokens in graphs do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_on() -> bool:
     Raises:
         ValueError: the environment variable holds another word than "on" and "off".
     """
-    return env.choice(VARIABLE) == "on"
+    return env.choice(VARIABLE) != "off"
 
 
 def joins(tokens: int) -> bool:

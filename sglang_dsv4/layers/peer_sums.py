@@ -1,8 +1,9 @@
 """Sums over ranks by our own kernel, through memory that all GPUs of a host can write (`dsv4_kernels.all_reduce`).
 
-    SGLANG_DSV4_ALL_REDUCE    sglang (default): SGLang's all-reduce, or the gather of `rank_sum` under the flag.
-                              auto: ours for parts of at most `MOST_BYTES`, where the ranks can map each other's memory.
+    SGLANG_DSV4_ALL_REDUCE    auto (default): ours for parts of at most `MOST_BYTES`, where the ranks can map each
+                              other's memory.
                               ours: the same, and the server stops where they cannot.
+                              sglang: SGLang's all-reduce, or the gather of `rank_sum` under the flag.
 
 Our sum adds in fp32 in the order of the ranks, as `rank_sum` does under --enable-deterministic-inference, and gives the
 same bits. So it serves under the flag, too, and a larger part is gathered there.
@@ -56,12 +57,12 @@ _mailboxes: Mailboxes | None = None
 
 @functools.cache
 def choice() -> str:
-    """The switch: "sglang", "auto" or "ours".
+    """The switch: "auto", "ours" or "sglang".
 
     Raises:
         ValueError: another word.
     """
-    return env.choice(VARIABLE) or "sglang"
+    return env.choice(VARIABLE) or "auto"
 
 
 def ranks() -> int:

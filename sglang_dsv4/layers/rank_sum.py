@@ -10,9 +10,9 @@ fp32 and rounds once without the shared expert and once with it, as a single ran
 and costs an error of some 0.3 % of a token's row; bf16 activations cost this sublayer 1.4 % (specification, section
 11.1). On a CPU, and under the flag, the parts are fp32.
 
-With `SGLANG_DSV4_ALL_REDUCE=auto` or `ours`, parts of up to a few MB are summed by our own kernel (`peer_sums`), in the
-order of the ranks with and without the flag; with few tokens a sublayer leaves its part to the next boundary, which
-sums it.
+Unless `SGLANG_DSV4_ALL_REDUCE=sglang`, parts of up to a few MB are summed by our own kernel (`peer_sums`) on GPUs that
+can map each other's memory, in the order of the ranks with and without the flag; with few tokens a sublayer leaves its
+part to the next boundary, which sums it.
 
 Where rows are sharded (`sequence_parallel`), a rank gets the sums of its own rows: by a reduce-scatter, or under the
 flag by an all-to-all of the parts of its rows, which it adds in the order of the ranks: the bits are the same.

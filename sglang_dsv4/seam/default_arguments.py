@@ -116,6 +116,9 @@ def default_arguments(
         defaults["radix_cache_backend"] = NAME
     if arguments.attn_dp_size > 1:
         defaults["enable_dp_lm_head"] = True  # a group of ranks makes the logits of its own requests
+    if arguments.device == "cuda" and arguments.tp_size > 1 and env.choice("SGLANG_DSV4_ALL_REDUCE") != "sglang":
+        # Our kernel sums what FlashInfer's would, which needs memory of its own and, on Hopper, NVLink multicast.
+        defaults["enforce_disable_flashinfer_allreduce_fusion"] = True
     if arguments.device == "cpu":
         if arguments.dtype == "auto" and str(hf_config.dtype) in ("torch.float32", "float32"):
             defaults["dtype"] = "float32"  # SGLang's "auto" is float16 here

@@ -455,8 +455,8 @@ HOOKS = (
          f"{_DRAWN}.sampler:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
          "(`requests.sampling.sampler.start`)", _SEEDS),
     Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
-         "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
-         "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
+         "sglang_dsv4.layers.fp8_linear:our_product", "FP8 linear layers multiply by our kernel: few tokens on Hopper, "
+         "any number on Blackwell (`layers.fp8_linear.OurProductConfig`)", "SGLang's FP8 products can be registered"),
     Hook(f"{_RUNNER}.forward_batch_info.{FORWARD_IS_ON_CPU}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_CPU}.overrides:is_on_cpu", "while a batch is padded, it is on a CPU (`cpu.overrides.pad_on_cpu`)",
          _ASKS_PLATFORM, only_cpu=True),

@@ -15,6 +15,7 @@ import torch
 from serving.server import output_logprobs, running_server
 from serving.small_release import FLAGS, SHAPE, difference, likelihoods
 from serving.speculation import ask, random_prompts
+from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import peer_sums
@@ -27,6 +28,10 @@ pytestmark = [
 DETERMINISTIC = "--enable-deterministic-inference"
 USED_BYTES = 1 << 30
 """Less than a server takes of its GPU, more than anything else does of another."""
+
+PROMPTS = random_prompts(3, [127, 300, 511])
+SUMS = {"ours": ("ours",), "SGLang's kernel": ("sglang",), "NCCL": ("sglang", "--disable-custom-all-reduce")}
+"""Value of the switch, and flags."""
 
 Answers = list[tuple[list[int], list[float]]]
 
@@ -60,6 +65,11 @@ def answers(checkpoint: Path, *flags: str, **env: str) -> tuple[Answers, list[in
 
 
 @pytest.fixture(scope="module")
+def one_rank(checkpoint: Path) -> Tensor:
+    return likelihoods(checkpoint, PROMPTS)
+
+
+@pytest.fixture(scope="module")
 def plain(checkpoint: Path) -> tuple[Answers, list[int]]:
     return answers(checkpoint, "--tp-size", "2")
 
@@ -77,8 +87,12 @@ def test_what_prepares_the_exchange_changes_no_bit(checkpoint: Path, plain: tupl
     assert prepared[0] == plain[0]
 
 
-def test_two_ranks_compute_the_same(checkpoint: Path) -> None:
-    """If the deterministic flag is off, SGLang chooses the sum over ranks: on Hopper as if this flag were given."""
-    prompts, flags = random_prompts(3, [127, 300, 511]), ("--flashinfer-allreduce-fusion-backend", "auto")
-    one, two = (likelihoods(checkpoint, prompts, *some) for some in ((), ("--tp-size", "2", *flags)))
-    assert difference(one, two) < 0.05
+@pytest.mark.parametrize("sums", SUMS)
+def test_two_ranks_compute_the_same(
+    sums: str, checkpoint: Path, one_rank: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the deterministic flag, whoever sums. FlashInfer's sums stay off: they may use NVLink multicast."""
+    word, *flags = SUMS[sums]
+    monkeypatch.setenv(peer_sums.VARIABLE, word)
+    two = likelihoods(checkpoint, PROMPTS, "--tp-size", "2", "--enforce-disable-flashinfer-allreduce-fusion", *flags)
+    assert difference(one_rank, two) < 0.05

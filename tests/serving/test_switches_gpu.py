@@ -16,7 +16,7 @@ import pytest
 import requests
 import torch
 from serving.server import Server, output_logprobs, running_server
-from serving.small_release import FLAGS, SHAPE, difference, likelihoods
+from serving.small_release import FLAGS, LENGTHS, ROUNDED_INPUTS, SHAPE, difference, likelihoods
 from serving.speculation import ask, drafting_flags, random_prompts
 from sglang.srt.sampling.watermarking.detector import detect
 
@@ -43,7 +43,6 @@ FLAG_SETS = {
     "helpers": "--enable-layerwise-nvtx-marker --reasoning-parser deepseek-v4 --enable-metrics --numa-node 0",
 }
 """Flags of SGLang that need a GPU."""
-LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]
 
 WATERMARK_KEY = "1a2b3c4d"
 MEMORY_SAVER = "--enable-memory-saver --enable-weights-cpu-backup --enable-draft-weights-cpu-backup"
@@ -138,7 +137,8 @@ def test_memory_that_was_released_and_taken_again(
 
 
 def test_marlin_computes_the_same_experts(checkpoint: Path, prompts: list[list[int]]) -> None:
-    """SGLang's runner multiplies inputs that are not rounded to FP8: each token of a prompt is about as likely."""
+    """SGLang's runner multiplies inputs that are not rounded to FP8: likelihoods differ as much as this rounding moves
+    them. One expert of one layer at twice its size would move them by 0.081, all experts at 1.1 times by 0.085."""
     flags = ("--moe-runner-backend", "marlin")
-    ours, marlin = (likelihoods(checkpoint, prompts[:8], *some) for some in ((), flags))
-    assert difference(ours, marlin) < 0.05
+    ours, marlin = (likelihoods(checkpoint, prompts[: len(LENGTHS)], *some) for some in ((), flags))
+    assert difference(ours, marlin) == pytest.approx(ROUNDED_INPUTS, rel=0.1)

@@ -34,8 +34,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_ab_torch_2_11": lambda: served_tables.served(
         ("serve_ab_h200", served_tables.SERVED + served_tables.CHURN + served_tables.STEPS)
     ),
-    "four_gpus": lambda: served_tables.best_of_builtin("serve_ab_h200_x4"),
-    "four_gpus_variants": lambda: served_tables.variants_of_ours("serve_ab_h200_x4"),
+    "four_gpus": lambda: served_tables.best_of_builtin("serve_ab_h200_x4", "ours+our_all_reduce"),
+    "four_gpus_variants": lambda: served_tables.variants_of_ours("serve_ab_h200_x4", "ours+our_all_reduce"),
     "two_gpus": lambda: served_tables.served(("serve_ab_h100_x2", served_tables.SERVED + served_tables.STEPS[:1])),
     "agents": served_tables.agents,
     "agents_simulation": served_tables.agents_simulation,

@@ -57,11 +57,11 @@ def served(*parts: tuple[str, list[tuple[str, str, int, str]]]) -> str:
     return markdown(("", "ours", "built-in", "ratio"), rows())
 
 
-def best_of_builtin(name: str) -> str:
-    """Ours and, in each row, the contender of the built-in that is the best there, with its name."""
+def best_of_builtin(name: str, of_ours: str = "ours") -> str:
+    """A contender of ours and, in each row, that of the built-in that is the best there, with its name."""
     found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for row in load(name)["rows"]:
-        if row["of_ours"] == "ours" and row["ratio"] is not None:
+        if row["of_ours"] == of_ours and row["ratio"] is not None:
             found.setdefault((row["work"], row["requests"], row["metric"]), []).append(row)
 
     def rows() -> Iterator[list[str]]:
@@ -77,24 +77,24 @@ def best_of_builtin(name: str) -> str:
     return markdown(("", "ours", "built-in", "its best", "ratio"), rows())
 
 
-def variants_of_ours(name: str) -> str:
-    """Ours by default, and each of its variants over it: above 1 where the variant is better."""
+def variants_of_ours(name: str, base: str = "ours") -> str:
+    """A contender of ours, and each other one over it: above 1 where the other one is better."""
     found: dict[tuple[str, int, str], dict[str, float]] = {}
     for row in load(name)["rows"]:
         found.setdefault((row["work"], row["requests"], row["metric"]), {})[row["of_ours"]] = row["ours"]
-    names = list(dict.fromkeys(of for row in found.values() for of in row if of != "ours"))
+    names = list(dict.fromkeys(of for row in found.values() for of in row if of != base))
 
     def rows() -> Iterator[list[str]]:
         for label, work, requests, metric in FULL_SIZE:
             row = found.get((work, requests, metric), {})
-            if "ours" in row and len(row) > 1 and "tok_s" in metric:
+            if base in row and len(row) > 1 and "tok_s" in metric:
                 yield [
                     label,
-                    whole(row["ours"]),
-                    *(f"{row[of] / row['ours']:.2f}" if of in row else "" for of in names),
+                    whole(row[base]),
+                    *(f"{row[of] / row[base]:.2f}" if of in row else "" for of in names),
                 ]
 
-    return markdown(("", "ours", *(of.removeprefix("ours+").replace("_", " ") for of in names)), rows())
+    return markdown(("", "ours", *(of.removeprefix(f"{base}+").replace("_", " ") for of in names)), rows())
 
 
 def churn_sweep() -> str:

@@ -19,6 +19,10 @@ SHAPE = replace(
 FLAGS = ("--max-total-tokens", "65536", "--max-running-requests", "16", "--chunked-prefill-size", "512")
 FLAGS += ("--context-length", "8192", "--mem-fraction-static", "0.9", "--cuda-graph-bs-decode", "1", "4", "16")
 FLAGS += ("--constrained-json-disable-any-whitespace",)  # a random model would fill it without end
+LENGTHS = [1, 3, 127, 128, 130, 254, 300, 511]
+ROUNDED_INPUTS = 0.0513
+"""`difference` of this model's likelihoods with its experts' inputs in FP8 and in bf16, of eight prompts of `LENGTHS`,
+by the reference operators: `tests/sglang_dsv4/models/test_rounded_inputs.py`."""
 
 
 def likelihoods(checkpoint: Path, prompts: list[list[int]], *flags: str) -> Tensor:

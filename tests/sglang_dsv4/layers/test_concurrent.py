@@ -122,7 +122,7 @@ def served(serve: Callable[..., Served]) -> Served:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """Simulate a GPU that is capturing a graph."""
+    """Simulate a GPU that is capturing a graph, with two streams for parts of any number of tokens."""
     main, side = Stream("main"), Stream("side")
     active = [main]
 
@@ -132,6 +132,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
         yield
         active.pop()
 
+    monkeypatch.setattr(concurrent, "is_on", lambda: False)
     monkeypatch.setattr(concurrent, "_side_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -217,7 +218,7 @@ def test_few_tokens_join_their_launches(word: str, more: int, monkeypatch: pytes
 def test_another_word_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(concurrent.VARIABLE, "1")
     concurrent.is_on.cache_clear()
-    with pytest.raises(ValueError, match="SGLANG_DSV4_JOINT_LAUNCH must be 'off' or 'on', got '1'"):
+    with pytest.raises(ValueError, match="SGLANG_DSV4_JOINT_LAUNCH must be 'on' or 'off', got '1'"):
         concurrent.is_on()
 
 

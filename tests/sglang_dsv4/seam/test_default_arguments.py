@@ -193,6 +193,16 @@ def test_groups_of_ranks_make_their_own_logits() -> None:
     assert "enable_dp_lm_head" not in defaults.default_arguments(arguments(tp_size=4), CONFIG)
 
 
+@pytest.mark.parametrize("word", [None, "auto", "sglang"])
+def test_flashinfer_sums_only_where_sglang_chooses(word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_DSV4_ALL_REDUCE", raising=False)
+    if word is not None:
+        monkeypatch.setenv("SGLANG_DSV4_ALL_REDUCE", word)
+    name = "enforce_disable_flashinfer_allreduce_fusion"
+    found = [defaults.default_arguments(arguments(device="cuda", tp_size=n), CONFIG).get(name) for n in (1, 2)]
+    assert found == [None, None if word == "sglang" else True]
+
+
 def test_drafts_carry_no_watermark() -> None:
     refuse_unsupported_arguments(arguments(device="cuda", enable_watermark=True), CONFIG)
     given = arguments(device="cuda", enable_watermark=True, speculative_algorithm="EAGLE")

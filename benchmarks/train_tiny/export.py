@@ -1,0 +1,81 @@
+"""Write the trained model in the released format: FP8 matrices, MXFP4 experts, the tokenizer, one safetensors file.
+
+    PYTHONPATH=benchmarks python -m train_tiny.export STATE OUT --tokenizer DATA/tokenizer.json
+
+STATE is the folder that `train.py` writes. The values written are those that the last step computed with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from sglang_dsv4.cpu.random_checkpoint import Shape, StoredAs, hf_config, stored
+from sglang_dsv4.cpu.random_tokenizer import write_tokenizer_files
+from train_tiny.shape import TinyShape, hash_tables, parameters
+from train_tiny.state import load_state
+
+FORMATS = {"fp8": StoredAs.FP8, "fp4": StoredAs.FP4, "bf16": StoredAs.BF16, "fp32": StoredAs.FP32}
+
+
+def config_of(shape: TinyShape) -> dict[str, Any]:
+    """The fields of ``config.json``."""
+    names = [field for field in Shape.__dataclass_fields__ if hasattr(shape, field)]
+    return hf_config(Shape(**{name: getattr(shape, name) for name in names}))
+
+
+def tensors_of(masters: dict[str, Tensor], shape: TinyShape) -> dict[str, Tensor]:
+    """The file's tensors under the release's names, quantised."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters(shape).items():
+        value, as_stored = masters[name].float().cpu(), FORMATS[parameter.stored]
+        if ".experts.w" in name:
+            prefix, matrix = name.rsplit(".", 1)
+            for expert, weight in enumerate(value):
+                found |= stored(f"{prefix}.{expert}.{matrix}.weight", weight, as_stored)
+        else:
+            found |= stored(name, value, as_stored)
+    return found | hash_tables(shape)
+
+
+def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, tokenizer: Path) -> int:
+    """Write config, tokenizer and weights; returns the bytes of the weights' file."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = tensors_of(masters, shape)
+    file_name = "model-00001-of-00001.safetensors"
+    contents = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    (out / file_name).write_bytes(contents)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), file_name)}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
+    shutil.copy(tokenizer, out / "tokenizer.json")
+    write_tokenizer_files(out, shape.max_position_embeddings)
+    # Last: a folder with a config.json is a complete checkpoint.
+    (out / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
+    return len(contents)
+
+
+def main() -> int:
+    """Run the command line of the module's docstring; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Export a trained model in the released format.")
+    parser.add_argument("state", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    arguments = parser.parse_args()
+    state = load_state(arguments.state)
+    torch.set_num_threads(1)
+    written = write_checkpoint(arguments.out, state["masters"], TinyShape(**state["shape"]), arguments.tokenizer)
+    print(f"{arguments.out}: step {state['step']}, {written / 1e6:.1f} MB of weights")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
