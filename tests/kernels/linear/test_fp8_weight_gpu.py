@@ -181,19 +181,26 @@ FAR = ("x_tokens", "x_groups", "code_rows", "code_groups", "scale_rows", "scale_
 
 
 @CUTLASS
-@pytest.mark.parametrize("what", FAR)
-def test_operands_beyond_32_bits(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "tile"),
+    [
+        *((what, 0) for what in FAR),
+        *(pytest.param(what, 4, marks=() if what in ("x_tokens", "code_rows") else pytest.mark.slow) for what in FAR),
+    ],
+)
+def test_operands_beyond_32_bits(what: str, tile: int) -> None:
     """Tokens in several tiles; rows of the weight also at 31 times their stride: a thread's first row."""
     groups, rows = (4, 128) if what.endswith("groups") else (1, 512 if what == "scale_rows" else 256)
-    x, rotation = tokens_of(17, groups, 512, seed=7)
-    codes, scale = weight(groups, rows, 512, seed=8)
-    expected = product(x, codes, scale, rotation, True, tile=0)
+    channels = 4096 if tile in TILES[4:] else 512
+    x, rotation = tokens_of(17 if tile == 0 else 5, groups, channels, seed=7)
+    codes, scale = weight(groups, rows, channels, seed=8)
+    expected = product(x, codes, scale, rotation, True, tile=tile)
     if what == "x_tokens":
         x = far(x.contiguous())
     elif what == "x_groups":
         x = far(x.transpose(0, 1).contiguous()).transpose(0, 1)
     elif what == "code_rows":
-        apart = sparse((1, rows, 512), (0, 72 << 20, 1), torch.uint8)
+        apart = sparse((1, rows, channels), (0, 72 << 20 if tile == 0 else 144 << 20, 1), torch.uint8)
         codes = apart.copy_(codes.view(torch.uint8)).view(FP8)
     elif what == "code_groups":
         codes = far(codes.contiguous())
@@ -201,7 +208,7 @@ def test_operands_beyond_32_bits(what: str) -> None:
         scale = far(scale[0].contiguous())[None]
     else:
         scale = far(scale.contiguous())
-    assert same(product(x, codes, scale, rotation, True, tile=0, in_place=[x, codes, scale]), expected)
+    assert same(product(x, codes, scale, rotation, True, tile=tile, in_place=[x, codes, scale]), expected)
 
 
 @CUTLASS
