@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ops.experts_cases import LIMIT, Case, emulated_on, packed_experts, packed_nvfp4_experts
+from ops.hopper_experts import reading_ahead
 from ops.memory_layout import far_apart, last_of_many, sparse
 from ops.number_formats import same_bits
 from ops.row_kernels import ARCH, LARGE_RESULT_BYTES, results_of
@@ -62,18 +63,24 @@ def spread(experts: Tensor, numbers: Tensor, stride: int | None = None) -> Tenso
 # ---- Hopper
 
 
-def hopper_products(listed: Any, x: Tensor, experts: HopperExperts) -> Tensor:
+def hopper_products(listed: Any, x: Tensor, experts: HopperExperts, few: bool = False) -> Tensor:
     """Output rows of all slots."""
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import NARROW, Plan, Product
 
+    if few:
+        gate_up, down = launch.few_plans(x.shape[1], gathers=True)
+        codes = fp8_quantise(x, 128, column_major=True)
+        hidden = launch.multiply(gate_up, listed, *codes, experts.w13, LIMIT)
+        return launch.multiply(down, listed, hidden, None, experts.w2)
     quantised = launch.quantise(x, listed, chooses=True)
     hidden = launch.multiply(Plan(Product.GATE_UP, NARROW), listed, *quantised, experts.w13, LIMIT)
     quantised = launch.quantise(hidden, listed, chooses=False)
     return launch.multiply(Plan(Product.DOWN, NARROW), listed, *quantised, experts.w2)
 
 
-def test_hopper_s_weights_beyond_32_bits() -> None:
+@pytest.mark.parametrize("few", [False, True], ids=["narrow", "few"])
+def test_hopper_s_weights_beyond_32_bits(few: bool) -> None:
     """Codes, shifts and factors of experts that are 2**32 bytes and more apart."""
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import NARROW
@@ -86,12 +93,12 @@ def test_hopper_s_weights_beyond_32_bits() -> None:
         return HopperMatrix(spread(matrix.codes, numbers), shifts, factors, 0)
 
     spaced = HopperExperts(far(near.w13), far(near.w2))
-    with emulated("sm90", *spaced.w13[:3], *spaced.w2[:3]):
+    with emulated("sm90", *spaced.w13[:3], *spaced.w2[:3]) as device, reading_ahead(device):
         listed = launch.list_work(weights, ids, CASE.experts, 0, NARROW)
         expected = hopper_products(listed, x, near)
         of_tiles = listed.tiles[: int(listed.totals[0]), TileField.EXPERT]
         of_tiles.copy_(numbers[of_tiles.long()])
-        found = hopper_products(listed, x, spaced)
+        found = hopper_products(listed, x, spaced, few)
     slots = listed.slot_of_pair.long()
     assert same_bits(found[slots], expected[slots]) and expected[slots].any()
 
@@ -193,11 +200,18 @@ def test_hopper_s_tokens_beyond_32_bits() -> None:
     far = far_apart(x), far_apart(shared)
     count = (1 << 23) + len(x)
     many = last_of_many(shared, count)
-    with emulated("sm90", *far, many) as device:
+    with emulated("sm90", *far, many) as device, reading_ahead(device):
         for dtype in (torch.float32, torch.bfloat16):
             expected = launch.experts_forward(x, weights, ids, experts, LIMIT, 0, dtype, shared)
             apart = launch.experts_forward(far[0], weights, ids, experts, LIMIT, 0, dtype, far[1])
             assert same_bits(apart, expected)
+        codes, scales = fp8_quantise(x, 128, column_major=True)
+        gathered = far_apart(codes.view(torch.uint8), 16).view(codes.dtype), far_apart(scales)
+        use_large_ones_in_place(device, *gathered)
+        assert same_bits(
+            launch.experts_forward(x, weights, ids, experts, LIMIT, quantised=gathered),
+            launch.experts_forward(x, weights, ids, experts, LIMIT, quantised=(codes, scales)),
+        )
         listed = launch.list_work(weights, ids, CASE.experts, 0, launch.NARROW)
         rows = hopper_products(listed, x, experts)
         pairs = last_of_many(ids, count), listed._replace(slot_of_pair=last_of_many(listed.slot_of_pair, count))
