@@ -55,7 +55,12 @@ KERNELS = (
     ),
     Kernel(
         "experts, MXFP4",
-        ("moe/test_experts_sm90.py", "moe/test_experts_sm90_gather.py", "moe/test_experts_sm100.py"),
+        (
+            "moe/test_experts_sm90.py",
+            "moe/test_experts_sm90_gather.py",
+            "moe/test_experts_sm90_few.py",
+            "moe/test_experts_sm100.py",
+        ),
         ("mxfp4_experts",),
     ),
     Kernel("experts, NVFP4", ("moe/test_nvfp4_experts_sm100.py",), ("nvfp4_experts",)),
