@@ -65,12 +65,13 @@ def product(
 CASES = {
     "one-token": (1, 256, 384, None, 4),
     "filled": (16, 128, 128, None, 1),
-    "k-longer-than-the-stages": (17, 136, 1280, None, 1),
+    "k-longer-than-the-stages": (11, 136, 1280, None, 1),
     "persistent": (9, 520, 256, None, 2),
-    "last-tile-of-one-row": (20, 129, 256, None, 3),
-    "tokens-in-two-tiles": (33, 264, 256, 32, 2),
+    "last-tile-of-one-row": (12, 129, 256, None, 3),
+    "tokens-in-three-tiles": (33, 264, 256, 16, 2),
 }
 SLOW = {
+    "of-32": (17, 136, 384, None, 2),
     "of-64": (40, 129, 256, None, 3),
     "wide": (128, 264, 384, None, 3),
     "two-scale-tiles": (190, 256, 256, None, 2),
@@ -94,20 +95,20 @@ def test_it_may_begin_early() -> None:
 
 
 def test_a_token_has_its_bits_at_every_number_of_tokens() -> None:
-    """Alone, first or last, in plans of other widths, beside tokens of NaN and of infinite scales."""
+    """Alone, first or last, in another tile, beside tokens of NaN and of infinite scales; of other widths below."""
     codes, scales, weight, weight_scale = operands(32, 136, 640, seed=1)
-    whole, _ = product((codes, scales, weight, weight_scale))
-    for order, width in (([5], 16), ([31, 0], 16), (list(range(20, 28)), 32), (list(range(31, 10, -1)), 32)):
+    whole, _ = product((codes, scales, weight, weight_scale), 16)
+    for order in ([5], [31, 0], list(range(20, 28)), list(range(31, 10, -1))):
         part = codes[order], scales[order], weight, weight_scale
-        assert same_bits(product(part, width)[0], whole[order]), order
+        assert same_bits(product(part, 16)[0], whole[order]), order
     spoilt = codes.clone(), scales.clone(), weight, weight_scale
     spoilt[0][1:7], spoilt[1][7:12], spoilt[0][20:] = torch.tensor(float("nan")).to(E4M3), float("inf"), 448.0
     kept = [0, *range(12, 20)]
-    assert same_bits(product(spoilt)[0][kept], whole[kept])
+    assert same_bits(product(spoilt, 16)[0][kept], whole[kept])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128, 192])
+@pytest.mark.parametrize("width", [32, 64, 128, 192])
 def test_a_token_has_its_bits_in_wide_tiles(width: int) -> None:
     codes, scales, weight, weight_scale = operands(width, 136, 640, seed=1)
     whole, _ = product((codes, scales, weight, weight_scale), width)
@@ -117,7 +118,7 @@ def test_a_token_has_its_bits_in_wide_tiles(width: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["random", "random_warps"])
 def test_bits_do_not_depend_on_the_schedule(schedule: str) -> None:
-    o = operands(17, 136, 1280, seed=2)
+    o = operands(13, 136, 1280, seed=2)
     expected, _ = product(o, schedule="eager")
     for seed, multiprocessors in ((1, 1), (2, 3)):
         assert same_bits(product(o, None, multiprocessors, schedule=schedule, seed=seed)[0], expected)

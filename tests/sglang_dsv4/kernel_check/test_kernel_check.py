@@ -157,7 +157,6 @@ def test_no_gpu_test_and_no_case_is_left_out() -> None:
     ("name", "kernel"),
     [
         ("fp8_quantise", "sm90"),
-        ("swiglu_fp8", "sm100"),
         pytest.param("", "sm90", marks=pytest.mark.slow),
         pytest.param("", "sm100", marks=pytest.mark.slow),
     ],
