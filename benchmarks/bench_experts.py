@@ -7,7 +7,7 @@ Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graph
 
     ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
     marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
-    ours_by_* (--sweep) `ours` by shape of work tiles: `few` (decode of at most eight tokens), `narrow` (decode),
+    ours_by_* (--sweep) `ours` by shape of work tiles: `few` (decode of at most 16 tokens), `narrow` (decode),
               `paired` (decode of more than 32 tokens, up to 64 slots of an expert in a tile), `wide` (prefill);
               `few_codes`, `narrow_codes`: from codes of tokens, as after a boundary; `overlap`, `turns`: with
               launches that overlap (programmatic dependent launch), and without
@@ -150,12 +150,9 @@ def marlin(packed: Mxfp4Experts) -> Contender:
 
 
 def most_tokens(contender: str) -> int | float:
-    """Return the most tokens of a call that a contender takes, or is worth a measurement with."""
-    from dsv4_kernels.moe.sm90.plan import FEW, NARROW
-
-    return {"ours_by_few": FEW.slots, "ours_by_few_codes": FEW.slots, "ours_by_narrow_codes": NARROW.slots}.get(
-        contender, math.inf
-    )
+    """Return the most tokens of a call with which a contender is worth a measurement."""
+    of_few = {"ours_by_few": 16, "ours_by_few_codes": 16, "ours_by_narrow_codes": 16}
+    return of_few.get(contender, math.inf)
 
 
 # ---- a row

@@ -60,6 +60,7 @@ def launch(
         cluster=[CLUSTER, 1, 1],
         block=[configuration.tile.threads, 1, 1],
         stream=stream,
+        preferred_smem_carveout=100,  # percent, so that a CTA fits beside those of the kernel before
         use_pdl=dependent_launch.is_on(),
     )
 

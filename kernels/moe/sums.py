@@ -74,13 +74,15 @@ def kernel(args: Arguments, config: cutlass.Constexpr[Sum]) -> None:
                 slot = cutlass.select_(ranks[i] == rank, slots[i], slot)
             address = args.rows + (Int64(slot) * args.chunks + chunk) * CHUNK_BYTES
             loaded.append(ptx.load_or_zeros(cutlass.Uint32, 4, address, slot, "ge.s32"))
+        of_shared = ()
+        if cutlass.const_expr(config.adds_shared):  # under way together with the rows
+            of_shared = bf16_rows.load_words(args.shared + Int64(token) * args.shared_row_bytes + chunk * CHUNK_BYTES)
         for words in loaded:
             sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(words), strict=True)]
         if cutlass.const_expr(config.adds_shared):
-            address = args.shared + Int64(token) * args.shared_row_bytes + chunk * CHUNK_BYTES
             if cutlass.const_expr(not config.fp32):
                 sums = bf16_rows.channels(bf16_rows.packed(sums))
-            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(bf16_rows.load_words(address)), strict=True)]
+            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(of_shared), strict=True)]
         if cutlass.const_expr(config.fp32):
             for half in cutlass.range_constexpr(2):
                 ptx.store_f32x4(args.out + Int64(unit) * (4 * CHUNK) + 16 * half, tuple(sums[4 * half : 4 * half + 4]))

@@ -1,6 +1,6 @@
-"""The products of Hopper's experts for so few tokens that a group holds all slots of an expert.
+"""The products of Hopper's experts for few tokens, a group of slots in each work tile.
 
-With so few slots `kernel.py` takes as long as one CTA needs for all of K: each step is a chain of a wait, a conversion,
+With few slots `kernel.py` takes as long as one CTA needs for all of K: each step is a chain of a wait, a conversion,
 `wgmma` and an addition, and a few experts do not have a work tile for every multiprocessor. Here work tiles have 64
 rows, and a CTA has several warpgroups that share a work tile along K:
 
@@ -65,12 +65,13 @@ ROWS_AT_ONCE = WARP // ROW_LANES
 
 @cute.jit
 def launch(args: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.CUstream) -> None:
-    """Launches the persistent kernel; num_ctas is at most the number of multiprocessors."""
+    """Launches the persistent kernel; num_ctas is at most the CTAs that are resident at once."""
     kernel(args, plan).launch(
         grid=[num_ctas, 1, 1],
         block=[plan.threads, 1, 1],
         stream=stream,
         min_blocks_per_mp=1,
+        preferred_smem_carveout=100,  # percent, so that CTAs of both products fit
         use_pdl=dependent_launch.is_on(),
     )
 
@@ -138,7 +139,7 @@ def load_weights(
     expert = expert_of(args, first // halves, Int32(1))  # under way together with the next load
     end = listed(args.num_tiles, Int32(1)) * halves
     for index in cutlass.range(first, end, stride, unroll=1):
-        group = index // halves  # every expert has one group of slots, and one entry of the list
+        group = index // halves  # every work tile of the list has one group, so their numbers are the same
         half = index - group * halves
         codes, shifts = weights_of(args, expert, half // HALVES)
         codes += Int64(half % HALVES * HALF_CODE_BYTES)

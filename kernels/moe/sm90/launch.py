@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.host.arch import ARCHITECTURES, H200_MULTIPROCESSORS, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -33,6 +33,7 @@ from dsv4_kernels.moe.sm90.plan import (
     Plan,
     Product,
     Shape,
+    few_ctas,
     few_plan,
 )
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
@@ -40,22 +41,27 @@ from dsv4_kernels.moe.work_list import NEVER, Listed
 from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
+FEW_TILES = H200_MULTIPROCESSORS
+"""Work tiles of a token's first product by NARROW below which FEW is chosen. With 48 (V4-Flash on four ranks) the
+experts of a token take 22.7 us by FEW and 27.4 by NARROW, those of four tokens 55.9 and 42.0
+(`benchmarks/results/experts_few_h200.json`)."""
 PAIRED_SLOTS = 56
 """Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
 
 
-def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
+def shape_for(tokens: int, chosen: int, num_experts: int, row_tiles: int) -> Shape:
     """The shape of work tiles for a call, from sizes alone. All shapes give the same bits.
 
     Args:
         tokens: tokens of the call, which is also the most slots of an expert.
         chosen: experts of a token.
         num_experts: experts of this rank.
+        row_tiles: work tiles of TILE_ROWS rows of an expert's first product.
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
-    if tokens <= FEW.slots:
+    if tokens == 1 and chosen * row_tiles < FEW_TILES:
         return FEW
     return NARROW if tokens <= NARROW.slots else PAIRED
 
@@ -173,7 +179,10 @@ def multiply(
         out=out.data_ptr(),
     )
     multiprocessors, tiles = hardware_multiprocessors(codes.device), listed.groups * row_tiles
-    ctas = min(multiprocessors, 2 * tiles) if few else min(plan.shape.ctas_per_sm * multiprocessors, tiles)
+    if few:
+        ctas = few_ctas(plan, 2 * tiles, multiprocessors)
+    else:
+        ctas = min(plan.shape.ctas_per_sm * multiprocessors, tiles)
     compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
@@ -212,8 +221,8 @@ def plan_work(
         overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
 
     Raises:
-        ValueError: there are more experts than the work list supports, more tokens than a grid of the quantiser takes,
-            or more than FEW's tiles hold.
+        ValueError: there are more experts than the work list supports, or more tokens than a grid of the quantiser
+            takes.
     """
     groups = most_groups(experts.numel(), packed.num_experts)
     if groups > MOST_CTAS_IN_Y:
@@ -222,12 +231,7 @@ def plan_work(
             f"groups of {GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
         )
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
-    shape = shape or shape_for(*experts.shape, packed.num_experts)
-    if shape is FEW and len(experts) > FEW.slots:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: work tiles of FEW hold at most {FEW.slots} tokens; got {len(experts)}. "
-            "Pass another shape"
-        )
+    shape = shape or shape_for(*experts.shape, packed.num_experts, packed.w13.codes.shape[1])
     least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS

@@ -75,7 +75,7 @@ PAIRED = Shape((8, 16, 32, 64), 8, 2, paired=True)
 """Decode with so many tokens that an expert may have more than NARROW's slots: then its codes are read and converted
 once for 64 slots. The number of stages, and the bytes in flight, stay the same."""
 FEW = Shape((8,), 24, 1)
-"""Decode of so few tokens that a group holds all slots of an expert. Work tiles have half as many rows, so that more
+"""Decode of few tokens: each group of slots is a work tile. Work tiles have half as many rows, so that more
 multiprocessors read weights, and K is divided within a CTA (few_kernel.py, `FewPlan`)."""
 WIDE = Shape((16, 32, 64, 96, 112, 128, 160, 192, 224), 8, 1, paired=True, ahead=True, registers=(240, 24))
 """Prefill: as many slots share the codes of a step as registers have room for their sums."""
@@ -117,6 +117,10 @@ class Plan:
     def smem_bytes(self) -> int:
         """Bytes of shared memory without the barriers."""
         return self.shifts_offset + self.shape.stages * SHIFT_BYTES
+
+
+MANY_ROUNDS = 8
+"""Work tiles of a multiprocessor from which on the second product of few tokens has two CTAs on it."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,16 @@ def few_plan(product: Product, steps: int = 0, quantises: bool = True) -> FewPla
     splits = 4
     chunk = 2 if steps % 2 == 0 and steps // 2 >= splits else 1
     return FewPlan(product, quantises, chunk, FEW.stages, splits)
+
+
+def few_ctas(plan: FewPlan, tiles: int, multiprocessors: int) -> int:
+    """CTAs of a launch that has at most `tiles` work tiles.
+
+    One a multiprocessor divides few work tiles evenly. With many, the second product has two: it has half of the first
+    one's warps.
+    """
+    doubled = plan.product is Product.DOWN and tiles > MANY_ROUNDS * multiprocessors
+    return min((2 if doubled else 1) * multiprocessors, tiles)
 
 
 class Arguments(NamedTuple):

@@ -35,6 +35,9 @@ CUTLASS = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason
 TILES = range(6)
 """Numbers of tiles; the last two hold a segment of K = 4096."""
 OF_TILES = ["8", "16", "32", "64", "8-resident", "16-resident"]
+EACH_TILE = pytest.mark.parametrize(
+    "tile", [pytest.param(n, id=OF_TILES[n], marks=pytest.mark.slow if n == 5 else ()) for n in TILES]
+)
 SCHEDULES = ("late", "random", "random_warps")
 
 
@@ -79,7 +82,7 @@ def test_each_part_may_be_left_out(rotates: bool, quantises: bool) -> None:
 
 
 @CUTLASS
-@pytest.mark.parametrize("tile", TILES, ids=OF_TILES)
+@EACH_TILE
 def test_a_token_has_its_bits_in_every_tile_and_batch(tile: int) -> None:
     """K of more steps than a tile has stages; a token alone, at other indices, in batches with infinities and NaN."""
     x, rotation = tokens_of(21, 1, 4096, seed=3)
@@ -100,7 +103,7 @@ def deep() -> tuple:
 
 
 @CUTLASS
-@pytest.mark.parametrize("tile", TILES, ids=OF_TILES)
+@EACH_TILE
 def test_the_order_of_summation_is_the_product_s(tile: int) -> None:
     """Sums that are 0 in exact arithmetic, of terms that differ by 2^20: the result is rounding error of this order
     only."""
@@ -337,7 +340,8 @@ def test_hopper_gets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @CUTLASS
-def test_registers_and_shared_memory() -> None:
+@pytest.mark.parametrize("larger", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "16-resident"])
+def test_registers_and_shared_memory(larger: bool) -> None:
     """Two CTAs of any tile share a multiprocessor: 228 KiB, each CTA takes 1 KiB more than its own, and 65,536
     registers."""
     from ptx_emulator import emulated
@@ -345,7 +349,7 @@ def test_registers_and_shared_memory() -> None:
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
     functions, most = {}, {}
-    for tile in (*gpu.TILES, *gpu.RESIDENT):
+    for tile in gpu.RESIDENT[1:] if larger else (*gpu.TILES, *gpu.RESIDENT[:1]):
         assert tile.shared_bytes + 16 + 1024 <= 228 * 1024 // 2
         functions[str(tile)] = lambda tile=tile: gpu.compile(gpu.Configuration(tile, True, True), "sm_90a")
         most[str(tile)] = min(255, 65_536 // 2 // tile.threads)
@@ -393,8 +397,7 @@ def test_shared_memory_is_read_without_conflicts() -> None:
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
-    tiles = *gpu.TILES, *gpu.RESIDENT
-    for tile in tiles:
+    for tile in (*gpu.TILES, *gpu.RESIDENT[:1]):
         x, _ = tokens_of(tokens := tile.tokens, 1, 4096)
         operands = weight(1, 128, 4096)
         with emulated(checks=Checks.strict(), arch="sm_90a") as device:

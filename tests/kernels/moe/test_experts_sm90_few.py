@@ -1,9 +1,9 @@
-"""Hopper's experts for so few tokens that one group holds an expert's slots, emulated: the bits of narrow work tiles.
+"""Hopper's experts for few tokens, a group of slots in each work tile, emulated: the bits of narrow work tiles.
 
-Regimes: one token and as many as a group holds; experts of other ranks, with one slot, and with all; chunks of one step
-and of two, fewer chunks than warpgroups and more; more steps than stages; more work tiles than CTAs; codes that a
-launch before has made, and rows that are quantised on the way; weights and the work list read before the launch before
-has ended.
+Regimes: one token, and more of one expert than a group holds; experts of other ranks, with one slot, and with all;
+chunks of one step and of two, fewer chunks than warpgroups and more; more steps than stages; more work tiles than CTAs;
+codes that a launch before has made, and rows that are quantised on the way; weights and the work list read before the
+launch before has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 CASES = {
     "few": Case(5, d=1024),
     "one-token": Case(1, chosen=3, d=1024, multiprocessors=132),
-    "a-full-group": Case(8, chosen=1, d=1024, one_expert=True),
+    "several-groups-of-an-expert": Case(19, chosen=1, d=1024, one_expert=True),
     "other-ranks": Case(7, chosen=3, experts=2, d=1024, offset=3, all_experts=7, multiprocessors=1),
     "chunks-of-one-step": Case(3, d=256, channels=256),
     "all-warpgroups-twice": Case(2, d=2048, channels=640, multiprocessors=2),
@@ -59,7 +59,7 @@ def launched(case: Case, shape: str, quantised: bool, **options: Any) -> tuple[T
     return out, device
 
 
-QUICK = "few", "one-token", "a-full-group", "other-ranks"
+QUICK = "few", "one-token", "several-groups-of-an-expert", "other-ranks"
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,19 @@ def test_ctas_of_both_products_fit_a_multiprocessor_together() -> None:
             assert sum(plan.threads for plan in plans) <= 2048
 
 
-def test_the_list_of_few_tokens_has_a_tile_for_each_group() -> None:
-    """The kernel takes a group's number for its work tile's: more tokens than a group's slots would break this."""
-    from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import FEW
-    from dsv4_kernels.moe.workspace import GROUP
+def test_every_multiprocessor_has_a_cta_or_two() -> None:
+    """Flash on one of four ranks: 96 and 384 work tiles for a token, four times as many for four."""
+    from dsv4_kernels.moe.sm90.plan import few_ctas
 
-    assert FEW.slots == GROUP
-    assert [launch.shape_for(tokens, 6, 256) is FEW for tokens in (1, 8, 9)] == [True, True, False]
-    _, weights, ids, packed = Case(9, chosen=1, one_expert=True).inputs()
-    with pytest.raises(ValueError, match="work tiles of FEW hold at most 8 tokens; got 9"):
-        launch.plan_work(weights, ids, packed.for_hopper(), shape=FEW)
+    gate_up, down = plans()
+    assert [few_ctas(gate_up, tiles, 132) for tiles in (96, 384)] == [96, 132]
+    assert [few_ctas(down, tiles, 132) for tiles in (96, 384, 1056, 1057)] == [96, 132, 132, 264]
+
+
+def plans() -> tuple[Any, Any]:
+    from dsv4_kernels.moe.sm90 import launch
+
+    return launch.few_plans(4096, gathers=True)
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_deleted_synchronisation_is_noticed(product: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [512, 1024, 2048])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16])
 def test_a_hopper_gpu_has_the_bits_of_narrow_tiles(tokens: int, channels: int) -> None:
     """Flash's shapes on four, two and one rank, with fewer experts; in a replayed graph after other layers' calls. A
     read before its wait, or of codes that have not come, is only sometimes wrong."""
