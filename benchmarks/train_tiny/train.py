@@ -233,7 +233,7 @@ class Run:
 
 
 def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What torch.compile compiles: "off"; "leaf": elementwise functions; "all": also the attention of short rows."""
+    """Functions for torch.compile. "off": none; "leaf": elementwise ones; "all": also the attention of short rows."""
     if kind == "off":
         return {}
     import torch._dynamo

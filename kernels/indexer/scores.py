@@ -178,7 +178,7 @@ def load_words_through_l1(address: Int64) -> tuple:
 
 
 def keys_of(loaded: cute.Tensor, quad: Int32) -> tuple:
-    """(words of codes, scales) of two loaded keys, as `load_keys` returns them."""
+    """The result of `load_keys`, from loaded words."""
     first = (0, WORDS_OF_A_KEY)
     words = [[loaded[at + j] for j in range(4)] for at in first]
     return words, [ptx.scale_pair((loaded[at + 4] >> (8 * quad)) & 0xFF) for at in first]
