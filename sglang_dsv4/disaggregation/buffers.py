@@ -46,5 +46,5 @@ def list_rings(
 
 
 def with_reason(before: bool, manager: type) -> bool:
-    """The value of `CommonKVManager.kv_status_msg_carries_reason`: True. SGLang reads the reason wherever it is sent."""
+    """The value of `CommonKVManager.kv_status_msg_carries_reason`: True. Receivers read the reason where it is sent."""
     return True
