@@ -8,6 +8,7 @@ STATE is the folder that `train.py` writes. The values written are those that th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -20,22 +21,25 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import Shape, StoredAs, hf_config, stored
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer_files
-from train_tiny.shape import TinyShape, hash_tables, parameters
+from train_tiny.draft import DraftShape, draft_parameters
+from train_tiny.shape import Parameter, TinyShape, hash_tables, parameters
 from train_tiny.state import load_state
 
 FORMATS = {"fp8": StoredAs.FP8, "fp4": StoredAs.FP4, "bf16": StoredAs.BF16, "fp32": StoredAs.FP32}
 
 
-def config_of(shape: TinyShape) -> dict[str, Any]:
-    """The fields of ``config.json``."""
-    names = [field for field in Shape.__dataclass_fields__ if hasattr(shape, field)]
-    return hf_config(Shape(**{name: getattr(shape, name) for name in names}))
+def config_of(shape: TinyShape, draft: DraftShape | None = None) -> dict[str, Any]:
+    """The fields of ``config.json``; with `draft` those of a checkpoint whose draft is DSpark's."""
+    fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__ if hasattr(shape, name)}
+    if draft is not None:
+        fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(draft).items()}
+    return hf_config(Shape(**fields))
 
 
-def tensors_of(masters: dict[str, Tensor], shape: TinyShape) -> dict[str, Tensor]:
-    """The file's tensors under the release's names, quantised."""
+def tensors_of(masters: dict[str, Tensor], table: dict[str, Parameter]) -> dict[str, Tensor]:
+    """Tensors under the release's names, quantised."""
     found: dict[str, Tensor] = {}
-    for name, parameter in parameters(shape).items():
+    for name, parameter in table.items():
         value, as_stored = masters[name].float().cpu(), FORMATS[parameter.stored]
         if ".experts.w" in name:
             prefix, matrix = name.rsplit(".", 1)
@@ -43,13 +47,21 @@ def tensors_of(masters: dict[str, Tensor], shape: TinyShape) -> dict[str, Tensor
                 found |= stored(f"{prefix}.{expert}.{matrix}.weight", weight, as_stored)
         else:
             found |= stored(name, value, as_stored)
-    return found | hash_tables(shape)
+    return found
 
 
-def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, tokenizer: Path) -> int:
-    """Write config, tokenizer and weights; returns the bytes of the weights' file."""
+def write_checkpoint(
+    out: Path, masters: dict[str, Tensor], shape: TinyShape, tokenizer: Path, draft: DraftShape | None = None
+) -> int:
+    """Write config, tokenizer and weights; returns the bytes of the weights' file.
+
+    With `draft` the masters hold a DSpark draft's parameters in place of the MTP module's.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(masters, shape)
+    table = parameters(shape)
+    if draft is not None:
+        table = {name: p for name, p in table.items() if not name.startswith("mtp.")} | draft_parameters(shape, draft)
+    tensors = tensors_of(masters, table) | hash_tables(shape)
     file_name = "model-00001-of-00001.safetensors"
     contents = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
     (out / file_name).write_bytes(contents)
@@ -59,7 +71,7 @@ def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, to
     shutil.copy(tokenizer, out / "tokenizer.json")
     write_tokenizer_files(out, shape.max_position_embeddings)
     # Last: a folder with a config.json is a complete checkpoint.
-    (out / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config_of(shape, draft), indent=2) + "\n")
     return len(contents)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from train_tiny.quantisers import fp4_rows, fp8_matrix, fp8_rows, hadamard_matrix, straight_through
-from train_tiny.shape import TinyShape, hash_tables, parameters
+from train_tiny.shape import Parameter, TinyShape, hash_tables
 
 SCORE_ELEMENTS = 1 << 28
 """Attention scores that exist at a time: longer sequences and larger batches are computed in pieces."""
@@ -45,10 +45,9 @@ def stored_value(name: str, value: Tensor, stored: str) -> Tensor:
     return (fp4_rows(value) if stored == "fp4" else value).bfloat16()
 
 
-def compute_weights(masters: dict[str, Tensor], shape: TinyShape) -> dict[str, Tensor]:
+def compute_weights(masters: dict[str, Tensor], table: dict[str, Parameter]) -> dict[str, Tensor]:
     """Leaves for a step: the masters rounded to their stored formats. Gradients of leaves are those of masters."""
     with torch.no_grad():
-        table = parameters(shape)
         leaves = {name: stored_value(name, value, table[name].stored) for name, value in masters.items()}
         # A master in fp32 is its own stored value; a copy keeps the gradients apart.
         leaves = {name: leaf.clone() if leaf is masters[name] else leaf for name, leaf in leaves.items()}
@@ -133,7 +132,7 @@ def coefficients(mix: Tensor, scale: Tensor, base: Tensor, eps: float) -> tuple[
 
 @dataclasses.dataclass
 class Losses:
-    """What a forward collects beside its logits."""
+    """Losses that a forward collects beside its logits."""
 
     indexer: list[Tensor] = dataclasses.field(default_factory=list)
     load: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # gate name -> [E] share of tokens

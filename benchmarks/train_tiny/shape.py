@@ -70,22 +70,24 @@ def parameters(s: TinyShape) -> dict[str, Parameter]:
     found: dict[str, Parameter] = {
         "embed.weight": Parameter((s.vocab_size, s.hidden_size), "bf16", std=0.5, rate=3.0),
         "head.weight": Parameter((s.vocab_size, s.hidden_size), "bf16", std=0.01, rate=1.0),
-        "norm.weight": _ones(s.hidden_size),
-        **_mixing("hc_head_", s, s.hc_mult, 1),
+        "norm.weight": ones(s.hidden_size),
+        **mixing_parameters("hc_head_", s, s.hc_mult, 1),
     }
     for layer, ratio in enumerate(s.compress_ratios):
-        found |= _block(f"layers.{layer}.", s, ratio, layer < s.num_hash_layers)
-    found |= _block("mtp.0.", s, 0, False) | _mixing("mtp.0.hc_head_", s, s.hc_mult, 1)
-    found |= {f"mtp.0.{name}.weight": _ones(s.hidden_size) for name in ("enorm", "hnorm", "norm")}
+        found |= block_parameters(f"layers.{layer}.", s, ratio, layer < s.num_hash_layers)
+    found |= block_parameters("mtp.0.", s, 0, False) | mixing_parameters("mtp.0.hc_head_", s, s.hc_mult, 1)
+    found |= {f"mtp.0.{name}.weight": ones(s.hidden_size) for name in ("enorm", "hnorm", "norm")}
     found |= {f"mtp.0.{name}.weight": matrix("fp8", s.hidden_size, s.hidden_size) for name in ("e_proj", "h_proj")}
     return found
 
 
-def _ones(dim: int) -> Parameter:
+def ones(dim: int) -> Parameter:
+    """A norm's weight."""
     return Parameter((dim,), "bf16", mean=1.0)
 
 
-def _mixing(prefix: str, s: TinyShape, outputs: int, scales: int) -> dict[str, Parameter]:
+def mixing_parameters(prefix: str, s: TinyShape, outputs: int, scales: int) -> dict[str, Parameter]:
+    """The fn, base and scale of a hyper-connection."""
     return {
         prefix + "fn": Parameter((outputs, s.hc_mult * s.hidden_size), "fp32", std=0.02, rate=0.5),
         prefix + "base": Parameter((outputs,), "fp32"),
@@ -93,16 +95,17 @@ def _mixing(prefix: str, s: TinyShape, outputs: int, scales: int) -> dict[str, P
     }
 
 
-def _block(prefix: str, s: TinyShape, ratio: int, hashed: bool) -> dict[str, Parameter]:
+def block_parameters(prefix: str, s: TinyShape, ratio: int, hashed: bool) -> dict[str, Parameter]:
+    """The parameters of a block."""
     d, heads_dim = s.hidden_size, s.num_attention_heads * s.head_dim
     attn, ffn = prefix + "attn.", prefix + "ffn."
-    found = {f"{prefix}{name}.weight": _ones(d) for name in ("attn_norm", "ffn_norm")}
+    found = {f"{prefix}{name}.weight": ones(d) for name in ("attn_norm", "ffn_norm")}
     for sublayer in ("attn", "ffn"):
-        found |= _mixing(f"{prefix}hc_{sublayer}_", s, (2 + s.hc_mult) * s.hc_mult, 3)
+        found |= mixing_parameters(f"{prefix}hc_{sublayer}_", s, (2 + s.hc_mult) * s.hc_mult, 3)
     found |= {
         attn + "attn_sink": Parameter((s.num_attention_heads,), "fp32"),
-        attn + "q_norm.weight": _ones(s.q_lora_rank),
-        attn + "kv_norm.weight": _ones(s.head_dim),
+        attn + "q_norm.weight": ones(s.q_lora_rank),
+        attn + "kv_norm.weight": ones(s.head_dim),
         attn + "wq_a.weight": matrix("fp8", s.q_lora_rank, d),
         attn + "wq_b.weight": matrix("fp8", heads_dim, s.q_lora_rank),
         attn + "wkv.weight": matrix("fp8", s.head_dim, d),
@@ -137,12 +140,12 @@ def _compressor(prefix: str, s: TinyShape, ratio: int, dim: int) -> dict[str, Pa
         prefix + "ape": Parameter((ratio, channels), "fp32", std=0.02),
         prefix + "wkv.weight": matrix("bf16", channels, s.hidden_size),
         prefix + "wgate.weight": matrix("bf16", channels, s.hidden_size, gain=0.5),
-        prefix + "norm.weight": _ones(dim),
+        prefix + "norm.weight": ones(dim),
     }
 
 
-def initial(s: TinyShape, seed: int = 0) -> dict[str, Tensor]:
-    """Initial parameters in fp32 on the host.
+def initial(s: TinyShape, seed: int = 0, table: dict[str, Parameter] | None = None) -> dict[str, Tensor]:
+    """Initial parameters in fp32 on the host: of the model, or those of `table`.
 
     Streams pass a sublayer nearly unchanged (`comb` is close to the identity), and each sublayer reads mostly one
     stream, in turn, as hyper-connections begin.
@@ -150,7 +153,7 @@ def initial(s: TinyShape, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     values: dict[str, Tensor] = {}
     sublayer = 0
-    for name, p in parameters(s).items():
+    for name, p in (table or parameters(s)).items():
         value = torch.randn(p.shape, generator=generator) * p.std + p.mean
         if name.endswith(("hc_attn_base", "hc_ffn_base")):
             n = s.hc_mult

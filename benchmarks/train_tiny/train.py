@@ -118,7 +118,7 @@ class Run:
     @torch.no_grad()
     def validate(self) -> float:
         """The mean cross entropy of text that is not trained on, in nats a token."""
-        weights = compute_weights(self.masters, self.shape)
+        weights = compute_weights(self.masters, self.table)
         total = []
         for row in self.validation:
             ids = row.to(self.device)
@@ -147,7 +147,7 @@ class Run:
 
     def gradients(self, ids: Tensor, target_weights: Tensor, progress: float) -> tuple[dict[str, Tensor], Tensor]:
         """Gradients summed over ranks and pieces, and figures: losses, loads of experts, progress, norm."""
-        leaves = compute_weights(self.masters, self.shape)
+        leaves = compute_weights(self.masters, self.table)
         figures: Tensor | None = None
         pieces = max(1, ids.numel() // self.piece)
         total = {name: torch.zeros_like(self.masters[name]) for name in self.trained}
@@ -233,7 +233,7 @@ class Run:
 
 
 def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What torch.compile compiles: "off"; "leaf": elementwise functions; "all": also the attention of short rows."""
+    """Functions for torch.compile. "off": none; "leaf": elementwise ones; "all": also the attention of short rows."""
     if kind == "off":
         return {}
     import torch._dynamo

@@ -134,9 +134,9 @@ def kernel_of_few_tokens(args: Arguments, heads: cutlass.Constexpr[int]) -> None
         weights = cute.make_rmem_tensor((2 * tiles,), Float32)
         key = warp * KEYS_A_WARP + row  # and key + 8
         loaded, ahead = (cute.make_rmem_tensor((2 * WORDS_OF_A_KEY,), Uint32) for _ in range(2))
-        load_query(args, token, row, quad, range(tiles // 2), q, weights)
+        load_query(args, token, row, quad, range(tiles // 2), q, weights, True)
         load_page(args, number, key, quad, loaded)
-        load_query(args, token, row, quad, range(tiles // 2, tiles), q, weights)
+        load_query(args, token, row, quad, range(tiles // 2, tiles), q, weights, True)
         last_page = (visible + (PAGE_ROWS - 1)) // PAGE_ROWS
         out = args.scores + Int64(token) * args.scores_row_bytes
         page = run
@@ -172,8 +172,13 @@ def load_page(args: Arguments, number: Int32, key: Int32, quad: Int32, loaded: c
             loaded[i * WORDS_OF_A_KEY + j] = word
 
 
+def load_words_through_l1(address: Int64) -> tuple:
+    """`load_words` of what other warps of the CTA load, too."""
+    return ptx.asm("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
 def keys_of(loaded: cute.Tensor, quad: Int32) -> tuple:
-    """What `load_keys` returns, of loaded words."""
+    """The result of `load_keys`, from loaded words."""
     first = (0, WORDS_OF_A_KEY)
     words = [[loaded[at + j] for j in range(4)] for at in first]
     return words, [ptx.scale_pair((loaded[at + 4] >> (8 * quad)) & 0xFF) for at in first]
@@ -188,14 +193,15 @@ def load_query(
     tiles: cutlass.Constexpr[range],
     q: cute.Tensor,
     weights: cute.Tensor,
+    through_l1: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Loads a lane's part of some tiles of the query: channels [32 quad, 32 quad + 32) of heads 8 n + row, and the
-    weights of two heads of each tile."""
+    weights of two heads of each tile. All warps of a CTA load the same query."""
     begin = args.q + Int64(token) * args.q_token_bytes + quad * (2 * FP4_SCALE_GROUP)
     for n in cutlass.range_constexpr(tiles.start, tiles.stop):
         head = begin + (n * HEADS_A_TILE + row) * (2 * KEY_DIM)
         for i in cutlass.range_constexpr(4):
-            words = load_words(head + 16 * i)
+            words = load_words_through_l1(head + 16 * i) if through_l1 else load_words(head + 16 * i)
             for j in cutlass.range_constexpr(4):
                 q[n * 2 * STEPS + 4 * i + j] = words[j]
         address = args.head_weights + Int64(token) * args.head_weights_token_bytes

@@ -6,7 +6,7 @@ python -m sglang_dsv4.acceptance URL --only needles hits           these items
 python -m sglang_dsv4.acceptance URL --hours 1                     with a stability run
 python -m sglang_dsv4.acceptance URL --without-drafts URL          and compare with a server without drafts
 
-Exit status: 0 if no item is red, 1 if one is, 2 if nothing could be checked, 3 if no item could be judged.
+Exit status: 0 if no item is red, 1 if one is, 2 if nothing could be checked, 3 if no item but `server` could be judged.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = plan_of(chosen, other)
     results = [first, *run(server, facts, plan, chosen.only or list(CHECKS))]
     print(f"{server.url}: {facts.model}\n\n{report.page(results)}\n")
+    about = {"url": server.url, "seed": plan.seed, "quick": chosen.quick}
     if not chosen.only:
         print(public_benchmarks.page(server.url, facts.model, facts.weights) + "\n")
-    about = {"url": server.url, "seed": plan.seed, "quick": chosen.quick}
-    about["public_benchmarks"] = public_benchmarks.as_json(server.url, facts.model, facts.weights)
+        about["public_benchmarks"] = public_benchmarks.as_json(server.url, facts.model, facts.weights)
     print(report.as_json(results, **about))
     return report.status(results)
 

@@ -10,6 +10,8 @@ from enum import Enum
 from typing import Any
 
 WIDTH = 110
+SERVER = "server"
+"""The item of what is served, which every report has."""
 SHOWN = 6
 """Findings of an item that are printed; the JSON has all."""
 
@@ -57,11 +59,11 @@ def not_judged(name: str, summary: str, findings: Iterable[str] = (), **figures:
 
 
 def status(results: Iterable[Result]) -> int:
-    """The exit status: 1 if an item is red, 3 if none could be judged, else 0."""
-    verdicts = {result.verdict for result in results}
-    if Verdict.RED in verdicts:
+    """The exit status: 1 if an item is red, 3 if no item but `server` could be judged, else 0."""
+    results = list(results)
+    if any(result.verdict is Verdict.RED for result in results):
         return 1
-    return 0 if Verdict.GREEN in verdicts else 3
+    return 0 if any(result.verdict is Verdict.GREEN and result.name != SERVER for result in results) else 3
 
 
 def page(results: Iterable[Result]) -> str:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from sglang_dsv4.acceptance.client import Refused, Server
-from sglang_dsv4.acceptance.report import Result, green, red
+from sglang_dsv4.acceptance.report import SERVER, Result, green, red
 
 BOS, EOS, THINK_END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "</think>"
 RELEASED_IDS = [0, 1, 128822]
@@ -202,9 +202,9 @@ def _item(server: Server, served: Served) -> Result:
     summary = f"{served.model} on {served.engine}"
     if not served.weights.released:
         server.chat("Hello", max_tokens=1)
-        return green("server", summary, findings, **facts)
+        return green(SERVER, summary, findings, **facts)
     wrong = [question for question in QUESTIONS if not _is_right(server, *question)]
     if wrong:
         said = [f"{question!r} was not answered with {answer!r}" for question, answer in wrong]
-        return red("server", f"{summary}: released weights answer plain questions wrong", said + findings, **facts)
-    return green("server", summary, findings, **facts)
+        return red(SERVER, f"{summary}: released weights answer plain questions wrong", said + findings, **facts)
+    return green(SERVER, summary, findings, **facts)

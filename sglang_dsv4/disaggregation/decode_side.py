@@ -37,6 +37,8 @@ def refuse_other_prefills(
             reason = f"The prefill server at {address} can't serve this decode server. {explain(str(error))}"
             logger.error("%s", reason)
             for request in requests:
+                if request.kv_receiver is None:  # it has failed already
+                    continue
                 request.kv_receiver.abort()
                 queue.kv_manager.record_failure(request.req.bootstrap_room, reason)
             continue

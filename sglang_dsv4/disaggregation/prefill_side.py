@@ -10,12 +10,39 @@ import torch
 from dsv4_radix_cache.pages import page_floor
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def tell_decode(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
+    """End a transfer on both servers; around `CommonKVSender.abort`.
+
+    SGLang ends it on this server only: a request that this server alone gives up would hold slots and pages of the
+    decode server until a timeout of minutes.
+    """
+    from sglang.srt.disaggregation.base import KVPoll
+
+    manager, room = sender.kv_mgr, sender.bootstrap_room
+    going_on = manager.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success)
+    original(sender)
+    if live_parts() is not None and going_on:
+        manager.conclude_failure(bootstrap_room=room, failure_reason="The prefill server has aborted the request.")
+
+
+def give_reason(scheduler: Scheduler, req: Req) -> None:
+    """Before a request ends at its first token: give the decode server, which answers the client, the reason."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+    finish, sender = req.to_finish or req.finished_reason, req.disagg_kv_sender
+    message = getattr(finish, "message", None)
+    if live_parts() is not None and message and isinstance(sender, CommonKVSender):
+        sender.kv_mgr.conclude_failure(bootstrap_room=sender.bootstrap_room, failure_reason=message)
 
 
 def send_prefix_early(original: Callable[..., None], scheduler: Scheduler, req: Req, allow_send: bool = True) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model.compare import relative_error
+from model.dspark_reference import DSparkReference
 from model.oracle import read_dequantised
 from model.recording import Recording, recording
 from model.reference import Reference
@@ -20,6 +21,7 @@ from train_tiny import tasks
 from train_tiny.bpe import Encoder
 from train_tiny.chat import Chat, Frame
 from train_tiny.corpus import frame_of
+from train_tiny.draft import DraftModel, DraftShape, draft_parameters
 from train_tiny.export import write_checkpoint
 from train_tiny.model import Model, Quant, compute_weights
 from train_tiny.optimiser import Optimiser
@@ -86,7 +88,7 @@ def test_the_trained_model_is_the_served_one(tmp_path: Path, qat: str) -> None:
     harness = Harness(tmp_path / "checkpoint", dtype="float32", qat=qat)
     with recording(harness) as record:
         served = harness.run(tokens)
-    weights = compute_weights(masters, shape)
+    weights = compute_weights(masters, parameters(shape))
     on = qat == "full"
     with torch.no_grad():
         model = Model(shape, Quant(on, on, on), torch.float32)
@@ -118,7 +120,7 @@ def assert_block(
 
 
 def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
-    """What Hopper's kernels read, 1,024 channels, has the logits of the 256 channels that were trained."""
+    """The 1,024 channels that Hopper's kernels read give the logits of the 256 channels that were trained."""
     shape = TinyShape(vocab_size=1024, index_topk=4, compress_ratios=(0, 4), n_routed_experts=2)
     build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
     write_checkpoint(tmp_path / "narrow", random_masters(shape, 5), shape, tmp_path / "tokenizer.json")
@@ -134,6 +136,37 @@ def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert relative_error(*logits).max() < 1e-4, relative_error(*logits)
     with pytest.raises(ValueError, match="expected 256 times 4"):
         widened("norm.weight", torch.ones(256), 256, 768)
+
+
+def test_the_trained_dspark_draft_is_the_one_that_is_defined(tmp_path: Path) -> None:
+    """Random weights of target and draft, exported and read again: the blocks' logits are the reference's."""
+    shape, draft = TinyShape(vocab_size=1024, compress_ratios=(0, 4, 0), n_routed_experts=2), DraftShape((0, 1, 2))
+    table = draft_parameters(shape, draft)
+    masters = random_masters(shape, 3)
+    masters |= {
+        name: value + (0.1 * torch.randn(value.shape) if table[name].std == 0 else 0)
+        for name, value in initial(shape, 4, table).items()
+    }
+    build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
+    write_checkpoint(tmp_path / "checkpoint", masters, shape, tmp_path / "tokenizer.json", draft)
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    reference = DSparkReference(Reference(config, read_dequantised(tmp_path / "checkpoint")))
+    tokens = torch.randint(3, 1000, (256,), generator=torch.Generator().manual_seed(2))
+    weights = compute_weights(masters, parameters(shape) | table)
+    model = DraftModel(shape, draft, quant=Quant(False, False, False), dtype=torch.float32)
+    at = torch.tensor([[3, 200]])  # fewer tokens before a block than the window has, and more
+    with torch.no_grad():
+        context = model.context(model.taps(tokens[None], weights)[0], weights)
+        ours, mixed = model.blocks(context, tokens[at], at, weights)
+    rows = reference.context(reference.taps(tokens))
+    for index, position in enumerate(at[0].tolist()):
+        expected = reference.block([row[:position] for row in rows], int(tokens[position]))
+        assert relative_error(ours[0, index], expected.logits).max() < 1e-4
+        assert relative_error(mixed[0, index], expected.mixed).max() < 1e-4
+    loss, parts = model.draft_loss(tokens[None], at, weights)
+    loss.backward()
+    assert all(weights[name].grad is not None for name, p in table.items() if p.update != "none")
+    assert 0 <= parts["accepted"] <= 1
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

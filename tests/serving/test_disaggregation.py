@@ -6,17 +6,37 @@ them. SGLang's Mooncake backend transfers, over the engine of `sglang_dsv4.cpu.t
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 from serving.pair import Pair, running_pair
-from serving.server import SLEEP_ON_IDLE, Server, flush, output_logprobs, running_server
-from serving.speculation import ALGORITHMS, drafting_flags
+from serving.server import (
+    SLEEP_ON_IDLE,
+    TAILS,
+    Server,
+    account,
+    flush,
+    free_port,
+    is_ready,
+    output_logprobs,
+    running_server,
+    stop,
+    wait_for_files,
+    wait_until,
+)
+from serving.speculation import ALGORITHMS, HOST_TIERS, drafting_flags
 
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -115,6 +135,73 @@ def test_draws_and_penalties_go_on_after_the_transfer(served: Served) -> None:
         greedy = {"presence_penalty": 1.5, "max_new_tokens": 40}
         answers = [server.generate(some(9, length), **greedy) for server in (served.pair, served.one)]
         assert bits(answers[0]) == bits(answers[1])
+
+
+@pytest.mark.parametrize("rows", ["auto", "fp8_e4m3"])
+def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Path, rows: str) -> None:
+    """The prefill server's pool holds few prompts: pages come back from host memory, and after a flush from files, and
+    are sent on as if they had been computed there."""
+    env = TAILS | {FOLDER_VARIABLE: str(tmp_path / "files")}
+    flags = (*FLAGS, "--kv-cache-dtype", rows)
+    tiers = (*HOST_TIERS, "--max-total-tokens", "2560")
+    with running_pair(checkpoint, tmp_path, *flags, prefill=tiers, env=env) as pair:
+        prompts = [some(seed, 780) for seed in range(5)]
+        cold = [ask(pair, prompt) for prompt in prompts]
+        assert not any(found["position"] for _, found in cold)
+        answer, found = ask(pair, prompts[0])
+        assert (answer, found["pages_from"]) == (cold[0][0], {"host": 768})
+        wait_for_files(tmp_path / "files")
+        flush(pair.prefill)
+        for prompt, (expected, _) in zip(prompts[:2], cold, strict=False):
+            answer, found = ask(pair, prompt)
+            assert (answer, found["pages_from"]) == (expected, {"storage": 768})
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
+def test_sides_may_have_other_numbers_of_ranks(checkpoint: Path, tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Pools are equal on all ranks. Log-probabilities differ in their last bits, as those of other numbers of ranks."""
+    prefill, decode = (("--tp-size", str(count)) for count in ranks)
+    prompts = [some(seed, length) for seed, length in enumerate((40, 256, 700))]
+    with running_pair(checkpoint, tmp_path, *FLAGS, prefill=prefill, decode=decode) as pair:
+        answers = [pair.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
+    with running_server(checkpoint, tmp_path / "one", *FLAGS, SLEEP_ON_IDLE) as one:
+        assert answers == [one.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
+
+
+def ask(pair: Pair, prompt: list[int]) -> tuple[Any, dict[str, Any]]:
+    """Return the bits of an answer, and the prefill server's account of the prompt."""
+    response, at_prefill = pair.both(prompt, max_new_tokens=20)
+    assert response.status_code == 200, response.text
+    return bits(response.json()), account(at_prefill.result().json())
+
+
+@pytest.mark.skipif(
+    find_spec("sglang_router") is None, reason="needs sglang-router: pip install --no-deps sglang-router==0.3.2"
+)
+def test_make_serve_pd_answers_a_chat(tmp_path: Path) -> None:
+    """The three processes end together when they are asked to."""
+    port = free_port()
+    command = ["make", "serve-pd", f"PORT={port}", f"PYTHON={sys.executable}", f"BIN={Path(sys.executable).parent}"]
+    root, log = Path(__file__).resolve().parents[2], tmp_path / "log"
+    with log.open("wb") as out:
+        made = subprocess.Popen(command, cwd=root, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None)
+        assert made.poll() is None, log.read_text()[-3000:]
+        router = Server(port, log, made, 0.0)
+        whole = router.chat("Hello!", max_tokens=12, extra_body={"ignore_eos": True})
+        assert whole.choices[0].message.content and whole.usage.completion_tokens == 12
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            for chunk in router.chat("Hello!", max_tokens=12, stream=True, extra_body={"ignore_eos": True})
+            if chunk.choices
+        ]
+        assert "".join(pieces) == whole.choices[0].message.content
+        os.killpg(made.pid, signal.SIGTERM)
+        made.wait(60)
+        assert not is_ready(port) and not is_ready(port + 1) and not is_ready(port + 2)
+    finally:
+        stop(made)
 
 
 def test_transfers_are_counted(served: Served) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -59,14 +60,16 @@ def test_a_retracted_request_goes_on(
     """Every fifth step of the decode server takes the pages and the slot of a request, and gives it others later."""
     prompts = [some(seed, length) for seed, length in enumerate((40, 300, 511, 130, 700, 257))]
     expected = expected_of(checkpoint, tmp_path / "one", prompts, 60, *drafting)
-    flags = (*FLAGS, *drafting)
+    flags = (*FLAGS, *drafting, "--num-reserved-decode-tokens", "256")
+    decode = ("--disaggregation-decode-extra-slots", "4", "--disaggregation-decode-polling-interval", "2")
+    decode += ("--disaggregation-decode-retraction-backup", "cpu_tensor")
     with (
-        running_pair(checkpoint, tmp_path, *flags, decode=radix, env=RETRACTING) as pair,
+        running_pair(checkpoint, tmp_path, *flags, decode=(*decode, *radix), env=RETRACTING) as pair,
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         answers = list(pool.map(lambda prompt: bits(pair.generate(prompt, max_new_tokens=60)), prompts))
         assert answers == expected
-        assert "retracted" in pair.decode.log.lower()
+        assert re.search("#retracted_reqs: [1-9]", pair.decode.log)
         assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
 
 
@@ -93,6 +96,17 @@ def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path)
         assert [answer for i, answer in enumerate(answers) if i not in aborted] == expected
         assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
         assert bits(pair.generate(kept[0], max_new_tokens=24)) == expected[0]
+
+
+def test_a_request_that_ends_on_the_prefill_side_ends_on_both(checkpoint: Path, tmp_path: Path) -> None:
+    """No first token can be drawn: the client hears it from the decode server, at once and with the reason."""
+    with running_pair(checkpoint, tmp_path, *FLAGS) as pair:
+        begin = time.monotonic()
+        response = pair.post(some(1, 300), stop_token_ids=list(range(1024)), min_new_tokens=3)
+        assert time.monotonic() - begin < 60
+        assert response.status_code == 500 and "no token can be drawn" in response.text, response.text
+        assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+        assert pair.post(some(1, 300)).status_code == 200
 
 
 def abort(pair: Pair, rid: str) -> None:

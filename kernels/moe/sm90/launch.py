@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.host.arch import ARCHITECTURES, H200_MULTIPROCESSORS, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -42,24 +42,27 @@ from dsv4_kernels.moe.work_list import NEVER, Listed
 from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
-FEW_TOKENS = 8
-"""Most tokens for which FEW is chosen: with more, two of its work tiles may need the weights of one expert."""
+FEW_TILES = H200_MULTIPROCESSORS
+"""Work tiles of a token's first product by NARROW below which FEW is chosen. With 48 (V4-Flash on four ranks) the
+experts of a token take 22.7 us by FEW and 27.4 by NARROW, those of four tokens 55.9 and 42.0
+(`benchmarks/results/experts_few_h200.json`)."""
 PAIRED_SLOTS = 56
 """Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
 
 
-def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
+def shape_for(tokens: int, chosen: int, num_experts: int, row_tiles: int) -> Shape:
     """The shape of work tiles for a call, from sizes alone. All shapes give the same bits.
 
     Args:
         tokens: tokens of the call, which is also the most slots of an expert.
         chosen: experts of a token.
         num_experts: experts of this rank.
+        row_tiles: work tiles of TILE_ROWS rows of an expert's first product.
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
-    if tokens <= FEW_TOKENS:
+    if tokens == 1 and chosen * row_tiles < FEW_TILES:
         return FEW
     return NARROW if tokens <= NARROW.slots else PAIRED
 
@@ -236,7 +239,7 @@ def plan_work(
             f"groups of {GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
         )
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
-    shape = shape or shape_for(*experts.shape, packed.num_experts)
+    shape = shape or shape_for(*experts.shape, packed.num_experts, packed.w13.codes.shape[1])
     least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,15 +38,21 @@ class Pair:
 
     def post(self, input_ids: list[int], rid: str | None = None, **sampling_params: Any) -> requests.Response:
         """Send a request to both servers; return the decode server's response."""
+        response, at_prefill = self.both(input_ids, rid, **sampling_params)
+        if response.status_code == 200:
+            assert at_prefill.result().status_code == 200, at_prefill.result().text
+        return response
+
+    def both(
+        self, input_ids: list[int], rid: str | None = None, **sampling_params: Any
+    ) -> tuple[requests.Response, Future[requests.Response]]:
+        """Send a request to both servers; return the decode server's response, and the prefill server's to come."""
         room = next(_rooms)
         sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "rid": rid}
         body |= {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
         at_prefill = self.answers.submit(requests.post, f"{self.prefill.url}/generate", json=body, timeout=300)
-        response = requests.post(f"{self.decode.url}/generate", json=body, timeout=300)
-        if response.status_code == 200:
-            assert at_prefill.result().status_code == 200, at_prefill.result().text
-        return response
+        return requests.post(f"{self.decode.url}/generate", json=body, timeout=300), at_prefill
 
 
 def words_of(side: str, bootstrap_port: int) -> tuple[str, ...]:

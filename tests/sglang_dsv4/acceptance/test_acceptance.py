@@ -172,7 +172,8 @@ def test_the_full_plan_sends_every_conversation_to_the_chat_route() -> None:
 
 
 def test_drafts_are_compared_with_a_server_without(capsys: pytest.CaptureFixture[str]) -> None:
-    _, items, _ = run(StandIn(drafts="DSPARK"), capsys, "--only", "drafts")
+    status, items, _ = run(StandIn(drafts="DSPARK"), capsys, "--only", "drafts")
+    assert status == 3
     assert items["drafts"]["verdict"] == "can't be judged" and "--without-drafts" in items["drafts"]["summary"]
     for fault, found in (("", "green"), ("bits drafts", "red")):
         with serving(StandIn()) as plain:

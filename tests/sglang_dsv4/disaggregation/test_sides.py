@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import requests
 import torch
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.mem_cache import common
@@ -21,6 +22,7 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.kv_pool import DraftOf, Dsv4KVPool
 from sglang_dsv4.cache.transfer import describe
 from sglang_dsv4.disaggregation import buffers, decode_side, prefill_side
+from sglang_dsv4.seam import live
 
 SMALL = PoolGeometry((0, 4, 128), row_dim=32, rope_dim=8, index_dim=32, draft_tokens=4, draft_layers=1, transfers=True)
 
@@ -151,6 +153,66 @@ def test_a_prefix_is_not_sent_before_it_is_there(idle: bool, overlap: bool, on_g
     view = SimpleNamespace(**{**vars(scheduler), "enable_overlap": overlap})
     prefill_side.send_prefix_early(lambda _, req, allow_send: with_overlap(scheduler, req, allow_send), view, request)
     assert early == ([512] if sent else [])
+
+
+class SendingManager:
+    """The parts of SGLang's manager that a sender needs; notes what the decode server is told."""
+
+    deferred_bootstrap = None
+    conclude_transfer = CommonKVManager.conclude_transfer
+    conclude_failure = CommonKVManager.conclude_failure
+
+    def __init__(self, status: int | None) -> None:
+        self.request_status = {} if status is None else {7: status}
+        self.failure_records: dict[int, str] = {}
+        self.failure_lock = threading.Lock()
+        self.told: list[tuple[int, str]] = []
+
+    def record_failure(self, room: int, reason: str) -> None:
+        self.failure_records[room] = reason
+
+    def update_status(self, room: int, status: int) -> None:
+        self.request_status[room] = status
+
+    def send_kv_status_message(self, *, bootstrap_room: int, failure_reason: str, **rest: Any) -> None:
+        self.told.append((bootstrap_room, failure_reason))
+
+    def _room_notify_targets(self, room: int) -> list[Any]:
+        return []
+
+
+def sender_of(manager: SendingManager) -> Any:
+    sender = object.__new__(CommonKVSender)
+    sender.kv_mgr, sender.bootstrap_room = manager, 7
+    sender.trace_ctx = SimpleNamespace(abort=lambda **info: None, trace_req_finish=lambda: None)
+    return sender
+
+
+@pytest.mark.parametrize(
+    "status", [None, *range(5)], ids=["gone", "failed", "bootstrapping", "waiting", "sent", "done"]
+)
+def test_the_decode_server_hears_of_an_abort(monkeypatch: pytest.MonkeyPatch, status: int | None) -> None:
+    """SGLang's own method tells it nothing. It is told once, while the request goes on there."""
+    monkeypatch.setattr(live, "_live", object())
+    original, manager = sglangs(CommonKVSender.abort), SendingManager(status)
+    original(sender_of(manager))
+    assert not manager.told
+    manager = SendingManager(status)
+    prefill_side.tell_decode(original, sender_of(manager))
+    assert len(manager.told) == (1 if status in (1, 2, 3) else 0)
+
+
+def test_the_decode_server_hears_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one counts: that of the request, not that of its transfer."""
+    monkeypatch.setattr(live, "_live", object())
+    manager = SendingManager(2)
+    request = SimpleNamespace(to_finish=SimpleNamespace(message="no token can be drawn"), finished_reason=None)
+    request.disagg_kv_sender = sender_of(manager)
+    prefill_side.give_reason(None, request)
+    prefill_side.tell_decode(sglangs(CommonKVSender.abort), request.disagg_kv_sender)
+    assert manager.told == [(7, "no token can be drawn")]
+    request.disagg_kv_sender = SimpleNamespace()  # a warm-up request's, which goes to no server
+    prefill_side.give_reason(None, request)
 
 
 def test_a_slot_is_published_after_its_last_forward() -> None:

@@ -29,7 +29,7 @@ same; which of the two computes a call may depend on the batch.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4_kernels.device import dependent_launch, ptx
@@ -287,7 +287,7 @@ def compute_scores(
 def multiply_half_group(
     mma: cute.TiledMma, scores: cute.Tensor, operand: cute.Tensor, q: cute.Tensor, j: int, accumulate: object
 ) -> None:
-    """As `rows.multiply_half_group`; whether the first product accumulates may be known at run time only."""
+    """Multiplies as `rows.multiply_half_group`; the GPU may decide whether the first product accumulates."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     for k in range(2):
@@ -380,7 +380,8 @@ def combine(
 ) -> None:
     """Merges all tiles for this CTA's channel groups, tiles to elements first, and writes O.
 
-    A thread has one head and eight channels of each group.
+    A thread has one head and eight channels of each group. The elements are merged side by side, because each merge
+    waits for the one before.
     """
     head, chunk = thread % COLUMNS, thread // COLUMNS
     combiners, groups = num_combiners(parts), groups_of_cta(parts)
@@ -388,28 +389,46 @@ def combine(
     places = [own + place_of(chunk * 8 + j, head % 8 // 2) for j in range(8)]
     of_head = Int32(shared.stats.data_ptr().toint()) + head * 8
     pieces = ptx.imin(tiles, Int32(PIECES))
-    row_max, row_sum, tiles_max, tiles_sum = (cute.make_rmem_tensor((1,), Float32) for _ in range(4))
-    out, tiles_out = (cute.make_rmem_tensor((8,), Float32) for _ in range(2))
+    begins = [ptx.divide(ptx.imin(Int32(e), pieces) * tiles, pieces) for e in range(PIECES + 1)]
+    row_max, row_sum = (cute.make_rmem_tensor((1,), Float32) for _ in range(2))
+    out = cute.make_rmem_tensor((8,), Float32)
+    of_elements = [[cute.make_rmem_tensor((n,), Float32) for n in (1, 1, 8)] for _ in range(PIECES)]
     for n in cutlass.range(groups, unroll=1):
+        for of_element in of_elements:
+            elements.clear(*of_element)
+        for i in cutlass.range((tiles + PIECES - 1) // PIECES, unroll=1):
+            for e in cutlass.range_constexpr(PIECES):
+                # A tile beyond the element is the element's last one, or the token's, and is not merged.
+                tile = ptx.imin(begins[e] + i, tiles - 1)
+                merge_tile(
+                    begins[e] + i < begins[e + 1],
+                    of_head + tile * STATS_BYTES,
+                    places,
+                    tile * groups + n,
+                    of_elements[e],
+                )
         elements.clear(row_max, row_sum, out)
-        elements.clear(tiles_max, tiles_sum, tiles_out)
-        element, element_end = Int32(0), ptx.divide(tiles, pieces)
-        for tile in cutlass.range(tiles, unroll=1):
-            at = (tile * groups + n) * GROUP_BYTES
-            joining_max, joining_sum = ptx.load_shared_f32x2(of_head + tile * STATS_BYTES)
-            joining = [ptx.load_shared_f32(places[j] + at) for j in range(8)]
-            before, weight = rescale_factors(tiles_max, joining_max, 0)
-            tiles_sum[0] = ptx.fma(joining_sum, weight, tiles_sum[0] * before)
-            for j in cutlass.range_constexpr(8):
-                tiles_out[j] = ptx.fma(joining[j], weight, tiles_out[j] * before)
-            if tile + 1 >= element_end:
+        for e in cutlass.range_constexpr(PIECES):
+            if e < pieces:
+                tiles_max, tiles_sum, tiles_out = of_elements[e]
                 elements.merge_into(row_max, row_sum, out, tiles_max[0], tiles_sum[0], tiles_out)
-                elements.clear(tiles_max, tiles_sum, tiles_out)
-                element += 1
-                element_end = ptx.divide((element + 1) * tiles, pieces)
         inverse = inverse_sum(sink, row_max[0], row_sum[0])
         if head < args.num_heads:
             channel = (part + n * combiners) * GROUP + chunk * 8
             at = Int64(token) * args.out_token_stride + Int64(head) * args.out_head_stride + channel
             pairs = [ptx.pack_bf16(out[j] * inverse, out[j + 1] * inverse) for j in (0, 2, 4, 6)]
             ptx.store_16_bytes(args.out + at * 2, tuple(pairs))
+
+
+def merge_tile(exists: Boolean, stats: Int32, places: list, slot: Int32, of_element: list) -> None:
+    """Merges the results of a tile in `slot`, if it exists, into its element; without branches."""
+    tiles_max, tiles_sum, tiles_out = of_element
+    joining_max, joining_sum = ptx.load_shared_f32x2(stats)
+    joining = [ptx.load_shared_f32(place + slot * GROUP_BYTES) for place in places]
+    # A maximum that is not larger changes no maximum; the other results are selected.
+    before, weight = rescale_factors(tiles_max, Float32(cutlass.select_(exists, joining_max, Float32(NO_ROW_MAX))), 0)
+    merged = ptx.fma(joining_sum, weight, tiles_sum[0] * before)
+    tiles_sum[0] = Float32(cutlass.select_(exists, merged, tiles_sum[0]))
+    for j in range(8):
+        merged = ptx.fma(joining[j], weight, tiles_out[j] * before)
+        tiles_out[j] = Float32(cutlass.select_(exists, merged, tiles_out[j]))
