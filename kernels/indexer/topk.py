@@ -166,8 +166,8 @@ def select_held(
     found: Int32,
     warp_sums: Int32,
 ) -> tuple:
-    """The results of `select`. If all scores of a bucket are chosen, the threshold is the number before the bucket's, and
-    no score equal to it is chosen."""
+    """The results of `select`. If all scores of a bucket are chosen, the threshold is the number before the bucket's,
+    and no score equal to it is chosen."""
     threshold, wanted, searching = Uint32(0), top_k, Int32(1)
     for n in cutlass.range_constexpr(len(PASSES)):
         shift, bits = PASSES[n]
