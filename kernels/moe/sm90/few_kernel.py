@@ -61,6 +61,9 @@ UNITS = STEP // 16
 ROW_LANES = STEP // CHUNK
 """Lanes that quantise a slot's channels of a step."""
 ROWS_AT_ONCE = WARP // ROW_LANES
+STEPS_AT_ONCE = 3
+"""Steps whose rows a warp loads together; with four, a CTA of the second product needs more registers than the first
+product's leaves."""
 
 
 @cute.jit
@@ -107,15 +110,15 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
     else:
         if cutlass.const_expr(plan.product is not Product.DOWN):
             dependent_launch.begin()
-        first, _, _ = cute.arch.block_idx()
-        own = source_of(args, first // (args.row_tiles * HALVES), thread % WARP, Int32(1))
         end = listed(args.num_tiles, Int32(1)) * (args.row_tiles * HALVES)
         if cutlass.const_expr(plan.product is Product.DOWN):
             dependent_launch.begin()
         if warp < plan.consumer_warps:
             consume(args, plan, base, (full, empty, given, taken), thread, end)
+        elif cutlass.const_expr(plan.quantises):
+            quantise_slots(args, plan, base, full, empty, warp - plan.consumer_warps, thread % WARP, end)
         else:
-            load_slots(args, plan, base, full, empty, warp - plan.consumer_warps, thread % WARP, own, end)
+            gather_slots(args, plan, base, full, empty, warp - plan.consumer_warps, thread % WARP, end)
 
 
 def listed(address: Int64, exists: Int32) -> Int32:
@@ -150,6 +153,7 @@ def load_weights(
         codes, shifts = weights_of(args, expert, half // HALVES)
         codes += Int64(half % HALVES * HALF_CODE_BYTES)
         shifts += Int64(half % HALVES * HALF_SHIFT_BYTES)
+        next_expert = expert_of(args, (index + stride) // halves, end - (index + stride))
         for chunk in cutlass.range(of_warps, chunks, plan.loading_warps, unroll=1):
             for i in cutlass.range(plan.chunk, unroll=1):
                 step = chunk * plan.chunk + i
@@ -174,11 +178,11 @@ def load_weights(
                 to = base + plan.shifts_offset + at * HALF_SHIFT_BYTES
                 copy_bulk(to, shifts + Int64(step) * SHIFT_BYTES, HALF_SHIFT_BYTES, arrival)
         count += args.steps
-        expert = expert_of(args, (index + stride) // halves, end - (index + stride))
+        expert = next_expert
 
 
 @cute.jit
-def load_slots(
+def gather_slots(
     args: Arguments,
     plan: cutlass.Constexpr,
     base: Int32,
@@ -186,38 +190,107 @@ def load_slots(
     empty: cute.Pointer,
     of_warps: Int32,
     lane: Int32,
-    own: Int32,
     end: Int32,
 ) -> None:
-    """One warp loads the slots of every `loading_warps`-th chunk."""
+    """One warp gathers the codes of the slots of every `loading_warps`-th chunk."""
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
     halves, chunks, count = args.row_tiles * HALVES, args.steps // plan.chunk, Int32(0)
+    own = source_of(args, first // halves, lane, Int32(1))
     for index in cutlass.range(first, end, stride, unroll=1):
-        group = index // halves
+        next_own = source_of(args, (index + stride) // halves, lane, end - (index + stride))
         for chunk in cutlass.range(of_warps, chunks, plan.loading_warps, unroll=1):
             for i in cutlass.range(plan.chunk, unroll=1):
                 step = chunk * plan.chunk + i
                 at, phase = stage_at(plan, count + step)
-                barrier = full + at
+                cute.arch.mbarrier_wait(empty + at, phase ^ 1)
                 slots, scales = base + at * GROUP_BYTES, base + plan.scales_offset + at * SLOTS_BYTES
-                if cutlass.const_expr(plan.quantises):
-                    rows = rows_of(args, plan, group, own, step, lane)
-                    cute.arch.mbarrier_wait(empty + at, phase ^ 1)
-                    for n in cutlass.range_constexpr(GROUP // ROWS_AT_ONCE):
-                        # Slots that exist precede the others.
-                        if cute.arch.shuffle_sync(own, n * ROWS_AT_ONCE) >= 0:
-                            quantise(rows[n], n * ROWS_AT_ONCE + lane // ROW_LANES, lane % ROW_LANES, slots, scales)
-                    cute.arch.fence_view_async_shared()  # these stores, before `wgmma` reads
-                    cute.arch.sync_warp()
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(barrier)
-                else:
-                    cute.arch.mbarrier_wait(empty + at, phase ^ 1)
-                    gather(args, own, step, lane, slots, scales)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+                gather(args, own, step, lane, slots, scales)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + at)
         count += args.steps
-        own = source_of(args, (index + stride) // halves, lane, end - (index + stride))
+        own = next_own
+
+
+@cute.jit
+def quantise_slots(
+    args: Arguments,
+    plan: cutlass.Constexpr,
+    base: Int32,
+    full: cute.Pointer,
+    empty: cute.Pointer,
+    of_warps: Int32,
+    lane: Int32,
+    end: Int32,
+) -> None:
+    """One warp quantises the slots of every `loading_warps`-th chunk. Rows of the first two slots are loaded for
+    STEPS_AT_ONCE steps together, because a step is shorter than a load; those of other slots when they are needed."""
+    first, _, _ = cute.arch.block_idx()
+    stride, _, _ = cute.arch.grid_dim()
+    own_chunks = (args.steps // plan.chunk + plan.loading_warps - 1 - of_warps) // plan.loading_warps
+    a_tile = own_chunks * plan.chunk
+    total = cutlass.max(end - first + stride - 1, Int32(0)) // stride * a_tile
+    for begin in cutlass.range(0, total, STEPS_AT_ONCE, unroll=1):
+        places = [place_of(args, plan, begin + i, a_tile, of_warps) for i in range(STEPS_AT_ONCE)]
+        exist = [total - begin - i for i in range(STEPS_AT_ONCE)]
+        sources = [source_of(args, places[i][0], lane, exist[i]) for i in range(STEPS_AT_ONCE)]
+        rows = []
+        for i in cutlass.range_constexpr(STEPS_AT_ONCE):
+            group, step, _ = places[i]
+            # The first slot of a group exists.
+            tested = exist[i] - 1 if plan.product is Product.DOWN else slot_s_source(sources[i], lane, 0)
+            rows.append(row_of(args, plan, group, step, lane, 0, sources[i], tested))
+        for i in cutlass.range_constexpr(STEPS_AT_ONCE):
+            if exist[i] > 0:
+                group, step, count = place_of(args, plan, begin + i, a_tile, of_warps)
+                at, phase = stage_at(plan, count)
+                slots, scales = base + at * GROUP_BYTES, base + plan.scales_offset + at * SLOTS_BYTES
+                cute.arch.mbarrier_wait(empty + at, phase ^ 1)
+                quantise(rows[i], lane // ROW_LANES, lane % ROW_LANES, slots, scales)
+                for n in cutlass.range(1, GROUP // ROWS_AT_ONCE, unroll=1):
+                    if cute.arch.shuffle_sync(sources[i], n * ROWS_AT_ONCE) >= 0:  # existing slots precede the others
+                        tested = slot_s_source(sources[i], lane, n)
+                        words = row_of(args, plan, group, step, lane, n, sources[i], tested)
+                        quantise(words, n * ROWS_AT_ONCE + lane // ROW_LANES, lane % ROW_LANES, slots, scales)
+                cute.arch.fence_view_async_shared()  # these stores, before `wgmma` reads
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(full + at)
+
+
+def place_of(args: Arguments, plan: FewPlan, number: Int32, a_tile: Int32, of_warps: Int32) -> tuple:
+    """(group, step of K, number among all steps of the CTA) of a warp's step by its number; it has `a_tile` steps of a
+    work tile."""
+    first, _, _ = cute.arch.block_idx()
+    stride, _, _ = cute.arch.grid_dim()
+    tile = number // a_tile
+    within = number - tile * a_tile
+    chunk = of_warps + within // plan.chunk * plan.loading_warps
+    step = chunk * plan.chunk + within % plan.chunk
+    return (first + tile * stride) // (args.row_tiles * HALVES), step, tile * args.steps + step
+
+
+def slot_s_source(own: Int32, lane: Int32, n: Int32 | int) -> Int32:
+    """The source of the slot of which a lane reads the row in pass `n`; `own` is that of the lane's own slot."""
+    return cute.arch.shuffle_sync(own, n * ROWS_AT_ONCE + lane // ROW_LANES)
+
+
+def row_of(
+    args: Arguments,
+    plan: FewPlan,
+    group: Int32,
+    step: Int32,
+    lane: Int32,
+    n: Int32 | int,
+    own: Int32,
+    tested: Int32,
+) -> tuple:
+    """A lane's eight channels in a step of a slot of pass `n`, as words of two bf16; zeros if `tested` is negative."""
+    row = group * GROUP + n * ROWS_AT_ONCE + lane // ROW_LANES
+    if plan.product is Product.GATE_UP:
+        row = slot_s_source(own, lane, n)
+    address = args.tokens + Int64(row) * args.token_row_bytes
+    address += Int64((step * ROW_LANES + lane % ROW_LANES) * CHUNK_BYTES)
+    return ptx.load_or_zeros(Uint32, 4, address, tested, "ge.s32", cache="")
 
 
 def source_of(args: Arguments, group: Int32, lane: Int32, exists: Int32) -> Int32:
@@ -240,19 +313,6 @@ def gather(args: Arguments, own: Int32, step: Int32, lane: Int32, slots: Int32, 
     if own >= 0:
         scale = args.token_scales + Int64(own) * args.scale_row_bytes + Int64(step) * args.scale_step_bytes
         ptx.copy_4_bytes_async(scales + lane * 4, scale, Int32(4))
-
-
-def rows_of(args: Arguments, plan: FewPlan, group: Int32, own: Int32, step: Int32, lane: Int32) -> list:
-    """A lane's eight channels in a step of each second slot, as words of two bf16; zeros of slots that do not exist."""
-    rows = []
-    for n in range(GROUP // ROWS_AT_ONCE):
-        slot = n * ROWS_AT_ONCE + lane // ROW_LANES
-        source = cute.arch.shuffle_sync(own, slot)
-        row = source if plan.product is Product.GATE_UP else group * GROUP + slot
-        address = args.tokens + Int64(row) * args.token_row_bytes
-        address += Int64((step * ROW_LANES + lane % ROW_LANES) * CHUNK_BYTES)
-        rows.append(ptx.load_or_zeros(Uint32, 4, address, source, "ge.s32", cache=""))
-    return rows
 
 
 @cute.jit
