@@ -178,6 +178,13 @@ FOREIGN = (
         form="a number",
     ),
     Switch(
+        "SGLANG_HOST_IP",
+        (),
+        "the address of a network interface",
+        "set by `make serve-pd` unless the user did: the address by which two servers find each other",
+        form="an address",
+    ),
+    Switch(
         "OMP_WAIT_POLICY",
         (),
         "passive",

@@ -72,15 +72,10 @@ def kernel(args: Arguments) -> None:
     warp_sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
     visible = ptx.load_i32(args.visible + Int64(token) * 4)
     request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
-    pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
-    out = args.rows + Int64(token) * (Int64(args.top_k) * 4)
+    pages, out = addresses(args, token, request)
     scores = args.scores + Int64(token) * args.scores_row_bytes
     if visible <= args.top_k:
-        for place in cutlass.range(thread, args.top_k, THREADS, unroll=1):
-            row = Int32(-1)
-            if place < visible:
-                row = row_of(pages, place)
-            ptx.store_i32(out + Int64(place) * 4, row)
+        choose_all(args.top_k, visible, thread, pages, out)
     else:
         threshold, equals = select(scores, visible, args.top_k, thread, counts, found, warp_sums)
         compact(scores, visible, threshold, equals, thread, pages, out, warp_sums)
@@ -93,6 +88,22 @@ class Held(NamedTuple):
     """Four adjacent scores (fp32) of the first round; those of the next round lie ENTRIES_A_ROUND * 4 bytes later."""
     numbers: Int32
     """The number of their page; that of the next round lies THREADS * 4 bytes later."""
+
+
+def addresses(args: Arguments, token: Int32, request: Int32) -> tuple:
+    """Addresses of the request's row of the page table, and of the token's chosen rows."""
+    pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
+    return pages, args.rows + Int64(token) * (Int64(args.top_k) * 4)
+
+
+@cute.jit
+def choose_all(top_k: Int32, visible: Int32, thread: Int32, pages: Int64, out: Int64) -> None:
+    """Writes the rows of all visible entries, at most `top_k`, and -1 after them."""
+    for place in cutlass.range(thread, top_k, THREADS, unroll=1):
+        row = Int32(-1)
+        if place < visible:
+            row = row_of(pages, place)
+        ptx.store_i32(out + Int64(place) * 4, row)
 
 
 @cute.kernel
@@ -117,14 +128,9 @@ def kernel_of_few_tokens(args: Arguments) -> None:
     if (args.scores != 0) & (Int64(first) * 4 < args.scores_row_bytes):
         # The first round does not wait for the length: a row of scores has whole pages.
         ptx.copy_async(held.scores, scores + Int64(first) * 4, Int32(16))
-    pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
-    out = args.rows + Int64(token) * (Int64(args.top_k) * 4)
+    pages, out = addresses(args, token, request)
     if visible <= args.top_k:
-        for place in cutlass.range(thread, args.top_k, THREADS, unroll=1):
-            row = Int32(-1)
-            if place < visible:
-                row = row_of(pages, place)
-            ptx.store_i32(out + Int64(place) * 4, row)
+        choose_all(args.top_k, visible, thread, pages, out)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
     else:

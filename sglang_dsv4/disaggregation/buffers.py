@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.seam.disaggregation_hooks import CARRIES_REASON
+from sglang_dsv4.seam.install import set_attribute
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -28,8 +30,10 @@ def list_rings(
         original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, *args, **kwargs)
         return
     from sglang.srt.disaggregation.base.conn import StateType
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.disaggregation.utils import append_state_component
 
+    set_attribute(CommonKVManager, CARRIES_REASON)  # before the manager is made from this description
     kv_args.state_types = []
     kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens = [], [], []
     kv_args.state_dim_per_tensor, kv_args.state_slice_outer_counts = [], []
@@ -39,3 +43,8 @@ def list_rings(
     kv_args.mla_compression_ratios = None  # needed only where a pipeline's stages hold different layers
     for pool in filter(None, (token_to_kv_pool, draft_token_to_kv_pool)):
         append_state_component(kv_args, StateType.REQUEST_ROW, *pool.ring_buf_infos())
+
+
+def with_reason(before: bool, manager: type) -> bool:
+    """The value of `CommonKVManager.kv_status_msg_carries_reason`: True. Receivers read the reason where it is sent."""
+    return True

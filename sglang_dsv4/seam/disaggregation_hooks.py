@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_dsv4.seam.hook_kinds import Hook, Kind, Process
 
 HOST_INDICES = "supports_host_tensor_indices"
+CARRIES_REASON = "kv_status_msg_carries_reason"
 
 _SGLANG = "sglang.srt.disaggregation"
 _MOONCAKE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine"
@@ -49,6 +50,10 @@ DISAGGREGATION = (
          "SGLang ends a request whose logits are not finite, with a reason"),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.forward", Kind.AFTER, Process.SCHEDULER,
          f"{_OURS}.prefill_side:pack_pages", "HCA pages in the FP8 format travel packed", _POOLS),
+    Hook(f"{_SGLANG}.common.conn.CommonKVManager.{CARRIES_REASON}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_OURS}.buffers:with_reason",
+         "the decode server is told why a transfer failed, and tells the client (`disaggregation.buffers.list_rings`)",
+         "SGLang's Mooncake messages have the reason"),
     Hook(f"{_MOONCAKE}.__init__", Kind.BEFORE, Process.SCHEDULER, f"{_ENGINE}:prepare",
          "transfers over TCP on a CPU where Mooncake is not installed", "SGLang has a transfer engine for CPUs",
          only_cpu=True),

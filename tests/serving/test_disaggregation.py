@@ -178,13 +178,14 @@ def ask(pair: Pair, prompt: list[int]) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.skipif(
     find_spec("sglang_router") is None, reason="needs sglang-router: pip install --no-deps sglang-router==0.3.2"
 )
-def test_make_serve_pd_answers_a_chat(tmp_path: Path) -> None:
-    """The three processes end together when they are asked to."""
-    port = free_port()
-    command = ["make", "serve-pd", f"PORT={port}", f"PYTHON={sys.executable}", f"BIN={Path(sys.executable).parent}"]
-    root, log = Path(__file__).resolve().parents[2], tmp_path / "log"
+def test_make_serve_pd_answers_a_chat(checkpoint: Path, tmp_path: Path) -> None:
+    """The command of `make serve-pd`. The three processes end together when they are asked to."""
+    port, log = free_port(), tmp_path / "log"
+    command = [sys.executable, "-m", "sglang_dsv4.cpu.quickstart_pd", "--model-path", str(checkpoint)]
     with log.open("wb") as out:
-        made = subprocess.Popen(command, cwd=root, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        made = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None)
         assert made.poll() is None, log.read_text()[-3000:]

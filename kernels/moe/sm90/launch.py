@@ -7,6 +7,7 @@ Sizes of all buffers follow from shapes, and the host never waits for the device
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -187,9 +188,16 @@ def multiply(
     return out
 
 
-def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+def sum_rows(
+    slot_rows: Tensor,
+    experts: Tensor,
+    listed: Listed,
+    dtype: torch.dtype,
+    shared: Tensor | None,
+    reads_ahead: bool = False,
+) -> Tensor:
     """`sums.sum_rows` on Hopper."""
-    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH)
+    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH, reads_ahead)
 
 
 class Work(NamedTuple):
@@ -304,7 +312,8 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
         ValueError: rows of `shared` cannot be read 16 bytes at a time.
     """
     with dependent_launch.switched(work.overlaps):
-        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared)
+        # The products of few tokens call `begin`, as does a product of the shared expert after them.
+        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared, reads_ahead=work.shape is FEW)
 
 
 def experts_forward(
@@ -357,7 +366,8 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     plans += few_plans(model.hidden_size, gathers=False)
     if model.joins_launches and model.quantises_inputs:
         plans += [Plan(Product.GATE_UP, NARROW, gathers=True), few_plans(model.hidden_size, gathers=True)[0]]
-    of_few_tokens = [partial(compile, plan, arch) for plan in plans]
+    of_few_tokens: list[Callable[[], object]] = [partial(compile, plan, arch) for plan in plans]
+    of_few_tokens.append(partial(sums.compile, replace(summed, reads_ahead=True), arch))
     # Calls of more than EARLY_TOKENS tokens launch nothing early.
     early = dict.fromkeys((dependent_launch.is_on(), False))
     return [

@@ -40,14 +40,16 @@ def small_pool(draft_of: Dsv4KVPool | None = None) -> Dsv4KVPool:
     return Dsv4KVPool(geometry, full_tokens=1024, request_slots=3, device="cpu", draft_of=join)
 
 
-def test_rings_are_two_components_of_request_rows() -> None:
+def test_rings_are_two_components_of_request_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own description of a DeepSeek-V4 pool asks ours for pages of window rows, which it does not have."""
     target = small_pool()
     draft = small_pool(target)
     setup, described = sglangs(utils.setup_state_kv_args), SimpleNamespace()
     with pytest.raises((NotImplementedError, AttributeError)):
         setup(SimpleNamespace(), target, draft, 3)
+    monkeypatch.setattr(CommonKVManager, "kv_status_msg_carries_reason", False)
     buffers.list_rings(setup, described, target, draft, 3, req_to_token_pool=None)
+    assert CommonKVManager.kv_status_msg_carries_reason is True
     assert [kind.value for kind in described.state_types] == ["request_row", "request_row"]
     assert [len(addresses) for addresses in described.state_data_ptrs] == [3 + 1 + 1 + 1, 1]
     assert described.state_item_lens[1] == [256 * 32 * 2]
