@@ -313,7 +313,9 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "large_values" else ()) for name in DIVIDED]
+)
 def test_the_same_bits_in_any_parts_under_every_schedule(name: str) -> None:
     case = build(DIVIDED[name], seed=1)
     expected = launch(case, parts=1)
@@ -331,7 +333,6 @@ TILED = {
     "list": (DIVIDED["one_kv_split"], 10),
     "bf16": (DIVIDED["bf16"], 8),
     "large_values": (DIVIDED["large_values"], None),
-    "nothing": (replace(CASES["nothing_at_all-fp8"], heads=16), None),
     # Tables with room for 20 tiles; the tokens have 20, 4 and 14.
     "pages": (Spec(tokens=3, heads=16, entry_lengths=(1100, 36, 700), dense=True, fp8=False, split_keys=1152), 16),
     "pages_fp8": (Spec(tokens=3, heads=3, entry_lengths=(36, 1100, 700), dense=True, split_keys=1152), 16),
@@ -340,7 +341,8 @@ TILED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "pages_fp8" else ()) for name in TILED]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("pages_fp8", "large_values") else ()) for name in TILED],
 )
 def test_tiles_with_a_cta_have_the_same_bits_under_every_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -385,7 +387,7 @@ def test_unpacked_rows_give_the_same_bits(name: str) -> None:
     """FP8 rows and the bf16 rows unpacked from them give the same bits."""
     case = build(with_few_heads(name))
     plain = case.unpacked(functools.partial(attention_launch.unpack_emulated, "sm90"))
-    assert same_bits(launch(case), launch(plain))
+    assert same_bits(launch(case), launch(plain, parts=1))  # fewer kernels to compile
 
 
 def test_several_launches_of_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
