@@ -30,7 +30,7 @@ FILLER = (
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Which lengths of rows a step has; all ranks have the same."""
+    """The length of the rows of each step; all ranks have the same."""
 
     tokens: int
     """Tokens of a rank's batch."""

@@ -245,7 +245,7 @@ class Run:
 
 
 def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What torch.compile compiles: "off"; "leaf": elementwise functions; "all": also the attention of short rows."""
+    """Wrappers by torch.compile: none ("off"), of elementwise functions ("leaf"), of short rows' attention too ("all")."""
     if kind == "off":
         return {}
     import torch._dynamo
