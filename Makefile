@@ -1,4 +1,4 @@
-# make serve   a server for a small random DeepSeek-V4 on this machine's CPU     make test    the test suite, but for what is slow
+# make serve   a server for a small DeepSeek-V4 on this machine's CPU            make test    the test suite, but for what is slow
 #
 # Variables: PYTHON=python3.11 (or 3.12, 3.13)  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=3
 #            SHARD=2/8  MINUTES=20 (of test-slow: an eighth of the slow tests, none of which begins after 20 minutes)
@@ -9,7 +9,7 @@
 
 PYTHON      ?= python3.11
 PORT        ?= 30000
-MODEL       ?= checkpoints/tiny
+MODEL       ?= trained
 PRESET      ?= tiny
 SERVE_ARGS  ?=
 TEST_ARGS   ?=
@@ -49,15 +49,12 @@ $(STAMP):
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
 	@rm -f $(VENV)/.ready-* && touch $@
 
+# Random weights; the trained ones are part of the repository and are not to be replaced.
 checkpoint: $(STAMP)
-	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint "$(MODEL)" --preset $(PRESET)
-
-# Only the default checkpoint is ours to write; MODEL=… names one that exists.
-checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/cpu/random_checkpoint.py sglang_dsv4/cpu/random_tokenizer.py
-	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint checkpoints/tiny --preset tiny
+	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint "$(MODEL:trained=checkpoints/tiny)" --preset $(PRESET)
 
 # exec: no shell stands between make and the server, so that SIGTERM to make ends it. The quick start sets OpenMP's threads.
-serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
+serve: $(STAMP)
 	@exec $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
