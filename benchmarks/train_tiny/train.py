@@ -245,7 +245,7 @@ class Run:
 
 
 def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Wrappers by torch.compile: none ("off"), of elementwise functions ("leaf"), of short rows' attention too ("all")."""
+    """Wrappers by torch.compile: none ("off"), elementwise functions ("leaf"), also short rows' attention ("all")."""
     if kind == "off":
         return {}
     import torch._dynamo
