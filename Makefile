@@ -1,4 +1,5 @@
-# make serve   a server for a small DeepSeek-V4 on this machine's CPU            make test    the test suite, but for what is slow
+# make serve     a server for a small DeepSeek-V4 on this machine's CPU          make test    the test suite, but for what is slow
+# make serve-pd  the same by two servers, for prompts and for decoding, and a router
 #
 # Variables: PYTHON=python3.11 (or 3.12, 3.13)  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=3
 #            SHARD=2/8  MINUTES=20 (of test-slow: an eighth of the slow tests, none of which begins after 20 minutes)
@@ -36,11 +37,11 @@ PART := $(if $(SHARD),--shard $(SHARD)) $(if $(MINUTES),--minutes $(MINUTES))
 # Tests that skip without one of these modules must not do so here: tests/conftest.py refuses to begin.
 TEST_NEEDS := DSV4_TESTS_NEED="cuda.bindings cutlass torch"
 
-.PHONY: help setup checkpoint serve test test-slow compat dist lint format clean
+.PHONY: help setup checkpoint serve serve-pd test test-slow compat dist lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,8s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '1,9s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 	@echo "also: make setup | checkpoint | test-slow | compat | dist | lint | format | clean"
 
 setup: $(STAMP)
@@ -56,6 +57,12 @@ checkpoint: $(STAMP)
 # exec: no shell stands between make and the server, so that SIGTERM to make ends it. The quick start sets OpenMP's threads.
 serve: $(STAMP)
 	@exec $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
+
+# The router is 30 MB and needs nothing that SGLang does not bring.
+serve-pd: $(STAMP)
+	@$(BIN)/python -c "import sglang_router" 2>/dev/null || \
+		$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps sglang-router==0.3.2
+	@exec $(BIN)/python -m sglang_dsv4.cpu.quickstart_pd --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 test: $(STAMP)
 	$(TEST_ENV) $(TEST_NEEDS) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(TEST_ARGS)

@@ -7,8 +7,9 @@ Contenders, both from x and the router's output to [T, d] in bf16, in CUDA graph
 
     ours      `dsv4_kernels.moe.sm90`: e4m3 activations as in the release
     marlin    `fused_marlin_moe` as SGLang 0.5.23's runner calls it: bf16 activations
-    ours_by_* (--sweep) `ours` by shape of work tiles: `narrow` (decode), `paired` (decode of more than 32 tokens,
-              up to 64 slots of an expert in a tile), `wide` (prefill); `overlap`, `turns`: with
+    ours_by_* (--sweep) `ours` by shape of work tiles: `few` (decode of at most 16 tokens), `narrow` (decode),
+              `paired` (decode of more than 32 tokens, up to 64 slots of an expert in a tile), `wide` (prefill);
+              `few_codes`, `narrow_codes`: from codes of tokens, as after a boundary; `overlap`, `turns`: with
               launches that overlap (programmatic dependent launch), and without
 
 First a few tokens of every case are compared with float64 of the dequantised weights. `rel_err` and `marlin_rel_err`
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 from dsv4_kernels.moe import Mxfp4Experts
 from dsv4_kernels.moe.ref import ACTIVATION_BLOCK
 from dsv4_kernels.number_formats import dequantise_fp4_weight
+from dsv4_kernels.quant import fp8_quantise as quantise
 from dsv4_kernels.quant.ref import fp8_quantise
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
@@ -82,7 +84,7 @@ Contender = Callable[[Inputs], Tensor]
 def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
     """Return our kernels with the shape that they choose and, with `sweep`, with each shape."""
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
+    from dsv4_kernels.moe.sm90.plan import FEW, NARROW, PAIRED, WIDE
 
     arranged = packed.for_hopper()
 
@@ -91,8 +93,21 @@ def ours(packed: Mxfp4Experts, sweep: bool) -> dict[str, Contender]:
             i.x, i.weights, i.experts, arranged, LIMIT, dtype=torch.bfloat16, shape=shape, overlaps=overlaps
         )
 
+    made: dict[int, tuple[Inputs, tuple[Tensor, Tensor]]] = {}  # with the inputs, so that no id is used twice
+
+    def from_codes(shape: object) -> Contender:
+        def call(i: Inputs) -> Tensor:
+            if id(i) not in made:  # in the check of the first set, or in the warm-up: not in a timed graph
+                made[id(i)] = i, quantise(i.x, ACTIVATION_BLOCK, column_major=True)
+            work = i.x, i.weights, i.experts, arranged, LIMIT
+            return launch.experts_forward(*work, dtype=torch.bfloat16, shape=shape, quantised=made[id(i)][1])
+
+        return call
+
     found = {"ours": by(None)}
     if sweep:
+        found |= {"ours_by_few": by(FEW), "ours_by_few_codes": from_codes(FEW)}
+        found |= {"ours_by_narrow_codes": from_codes(NARROW)}
         found |= {"ours_by_narrow": by(NARROW), "ours_by_paired": by(PAIRED), "ours_by_wide": by(WIDE)}
         found |= {"ours_by_overlap": by(None, overlaps=True), "ours_by_turns": by(None, overlaps=False)}
     return found
@@ -134,6 +149,12 @@ def marlin(packed: Mxfp4Experts) -> Contender:
     return call
 
 
+def most_tokens(contender: str) -> int | float:
+    """Return the most tokens of a call with which a contender is worth a measurement."""
+    of_few = {"ours_by_few": 16, "ours_by_few_codes": 16, "ours_by_narrow_codes": 16}
+    return of_few.get(contender, math.inf)
+
+
 # ---- a row
 
 
@@ -164,6 +185,7 @@ def run_case(
     touched = sum(len(i.experts.unique()) for i in sets) / count
     weight_bytes = touched * 3 * model.d * model.channels * BYTES_A_WEIGHT
     row: dict[str, object] = {"name": name, "touched_experts": round(touched, 1)}
+    contenders = {contender: call for contender, call in contenders.items() if tokens <= most_tokens(contender)}
     for contender, call in contenders.items():
         found = call(sets[0])
         error = distance(found, plain, checked)

@@ -120,12 +120,14 @@ def contenders(tokens: int, buffer: Tensor, sweep: bool) -> dict[str, Contender]
 
 
 def swept() -> list:
-    """Return the kernel's tiles and further ones (tokens, warps, stages)."""
+    """Return the tiles of both kernels and further ones (tokens, warps, stages)."""
     from dsv4_kernels.linear import fp8_weight_gpu
-    from dsv4_kernels.linear.fp8_weight import Tile
+    from dsv4_kernels.linear.fp8_weight import STEP, Tile
+    from dsv4_kernels.linear.kernel import SEGMENTS
 
     others = ((8, 4, 5), (8, 8, 5), (16, 4, 4), (32, 8, 4), (64, 8, 3))
-    return [*fp8_weight_gpu.TILES, *(Tile(*numbers) for numbers in others)]
+    resident = [tile for tile in fp8_weight_gpu.RESIDENT if CHANNELS == tile.stages * SEGMENTS * STEP]
+    return [*fp8_weight_gpu.TILES, *resident, *(Tile(*numbers) for numbers in others)]
 
 
 def by_tile(tile: object, i: Inputs) -> object:
@@ -203,7 +205,7 @@ def compile_all(sweep: bool) -> None:
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
     todo = []
-    for tile in swept() if sweep else gpu.TILES:
+    for tile in swept() if sweep else (*gpu.TILES, *gpu.RESIDENT):
         for fused in (False, True):
             compile = partial(gpu.compile, gpu.Configuration(tile, fused, fused), "sm_90a")
             todo.append((f"{tile} {fused}", compile))

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from dsv4_kernels.host import joint_launch
-from dsv4_kernels.host.arch import multiprocessors
+from dsv4_kernels.host.arch import ARCHITECTURES, multiprocessors
 from dsv4_kernels.host.joint_launch import MOST_TOKENS, Part
 from dsv4_kernels.kv_layout import ROW_DIM
 from dsv4_kernels.model_shapes import ModelShapes
@@ -25,6 +26,8 @@ from dsv4_kernels.model_shapes import ModelShapes
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of every joint launch that forwards of `model` make."""
+    if arch != ARCHITECTURES["sm90"]:  # Blackwell's FP8 product is a launch of its own
+        model = replace(model, fp8_linear_tokens=0)
     every = dict.fromkeys(itertools.chain(_of_attention(model), _of_experts(model)))
     return [partial(joint_launch.compile, parts, arch) for parts in every]
 
@@ -56,8 +59,8 @@ def _of_experts(model: ModelShapes) -> Iterator[tuple[Part, ...]]:
         yield linear.part(True), first
     for configuration in router.configurations(model):
         choice = router.part(configuration)
-        if model.packed_experts:
-            from dsv4_kernels.moe.sm90 import work_list
+        if model.packed_experts or model.nvfp4_experts:
+            from dsv4_kernels.moe import work_list
 
             choice = joint_launch.chain((router.part(configuration, True), work_list.PART))
         yield choice, moe.part(model.quantises_inputs)

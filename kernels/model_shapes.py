@@ -25,6 +25,8 @@ class Option(Enum):
     """FP8 linear layers multiply few tokens by this package's product."""
     PACKED_EXPERTS = "packed_experts"
     """Routed experts multiply the checkpoint's own MXFP4 weights."""
+    NVFP4_EXPERTS = "nvfp4_experts"
+    """Routed experts multiply the checkpoint's own NVFP4 weights."""
     PEER_SUMS = "peer_sum_ranks"
     """Sums over ranks go through memory that all GPUs of the group can write."""
 
@@ -90,6 +92,7 @@ class ModelShapes:
     fp8_linear_tokens: int = 0
     """Most tokens of a forward whose FP8 linear layers use this package's product; 0 if none do."""
     packed_experts: bool = False
+    nvfp4_experts: bool = False
     experts_sum_fp32: bool = False
     """Whether packed experts return a rank's part of the sum in fp32."""
     shared_channels: int = 0

@@ -64,7 +64,6 @@ class Runs(Enum):
     STEP = "decode, verify and draft steps, and prefills"
     PREFILL = "prefills only"
     NOWHERE = "no forward: part of the definitions of other ops"
-    NOT_WIRED = "no forward yet: no layer selects its kernel"
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,21 @@ class Op:
     """Devices on which forwards run it."""
     option: Option | None = None
     """Forwards run it only with this option; None: with any options."""
-    by_name: str | None = None
-    """Implementation that the layer calls by name, whatever the priorities; None: the registry chooses."""
+    by_name: bool = False
+    """Whether the layer calls the kernel of the GPU's generation by name, whatever the priorities."""
+
+    def named(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """The implementation that the layer calls by name; None if the registry chooses.
+
+        Raises:
+            NotImplementedError: no kernel serves this device and dtype.
+        """
+        if not self.by_name:
+            return None
+        kernels = [row.name for row in self.implementations if row.name != "ref" and row.supports(device, dtype)]
+        if not kernels:
+            raise NotImplementedError(f"op {self.name!r} has no kernel for device {device.type!r} with dtype {dtype}")
+        return kernels[0]
 
 
 # ---- constructors of rows
@@ -139,7 +151,7 @@ def _op(
     *implementations: Implementation,
     devices: tuple[str, ...] = ("cpu", "cuda"),
     option: Option | None = None,
-    by_name: str | None = None,
+    by_name: bool = False,
 ) -> Op:
     ref = Implementation(
         "ref",
@@ -206,7 +218,7 @@ def _products(function: str) -> tuple[Implementation, ...]:
 
 # ---- the table
 
-STEP, PREFILL, NOWHERE, NOT_WIRED = Runs
+STEP, PREFILL, NOWHERE = Runs
 CPU, GPU = ("cpu",), ("cuda",)
 
 _ROWS = (
@@ -265,6 +277,7 @@ _ROWS = (
         STEP,
         PRODUCT,
         _kernel("sm90", "linear.fp8:sm90", "compile_jobs"),
+        _kernel("sm100", "linear.fp8_blackwell:sm100", "compile_jobs"),
         devices=GPU,
         option=Option.FP8_LINEAR,
     ),
@@ -272,24 +285,27 @@ _ROWS = (
     _op("fused_swiglu", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}", "compile_jobs")),
     _op("swiglu_fp8", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),
     _op("experts_forward", "moe", STEP, WAITING, devices=CPU),
-    # Priority -1: chosen by name only. The sm100 kernels have run in the emulator, but on no GPU.
+    # Priority -1: chosen by name only, because a kernel takes weights that are arranged for it.
     _op(
         "mxfp4_experts_forward",
         "moe",
         STEP,
         WAITING,
-        _kernel("sm100", "moe.sm100.launch:mxfp4_experts_forward", priority=-1),
+        _kernel("sm100", "moe.sm100.launch:mxfp4_experts_forward", "compile_jobs", priority=-1),
         _kernel("sm90", "moe.sm90.launch:mxfp4_experts_forward", "compile_jobs", priority=-1),
         devices=GPU,
         option=Option.PACKED_EXPERTS,
-        by_name="sm90",
+        by_name=True,
     ),
     _op(
         "nvfp4_experts_forward",
         "moe",
-        NOT_WIRED,
+        STEP,
         WAITING,
-        _kernel("sm100", "moe.sm100.launch:nvfp4_experts_forward", priority=-1),
+        _kernel("sm100", "moe.sm100.launch:nvfp4_experts_forward", "nvfp4_compile_jobs", priority=-1),
+        devices=GPU,
+        option=Option.NVFP4_EXPERTS,
+        by_name=True,
     ),
     _op("rms_norm", "norm", STEP, SHAPED, *_kernels("norm.gpu:{}", "compile_jobs")),
     _op("rms_norm_fp8", "norm", STEP, SHAPED, *_kernels("norm.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),

@@ -140,7 +140,7 @@ def compile_jobs(model: ModelShapes) -> list[tuple[str, Callable[[], object]]]:
     """
     attention, found, listed = model.attention, [], set()
     for op in forward_ops(attention.device.type, model.options):
-        named = attention.impl if op == "sparse_attention" else OPS[op].by_name
+        named = attention.impl if op == "sparse_attention" else OPS[op].named(attention.device, attention.dtype)
         implementation = chosen(op, attention.device, attention.dtype, named)
         if implementation.jobs is None or implementation.jobs in listed:
             continue

@@ -26,7 +26,7 @@ from dsv4_kernels import registry
 from dsv4_kernels.host import compile_cache
 from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
-from dsv4_kernels.moe.sm90.workspace import workspace_bytes
+from dsv4_kernels.moe.workspace import workspace_bytes
 from dsv4_kernels.sparse_attention import unpacking
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions

@@ -111,6 +111,12 @@ SWITCHES = (
         "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(
+        "SGLANG_DSV4_FP8_LINEAR",
+        ("auto", "ours"),
+        "auto",
+        "ours: on Blackwell our kernel multiplies in FP8 layers; auto: it does under --enable-deterministic-inference",
+    ),
+    Switch(
         "SGLANG_DSV4_JOINT_LAUNCH",
         ("on", "off"),
         "on",
@@ -170,6 +176,13 @@ FOREIGN = (
         "the cores, at most 4",
         "set by `make serve` unless the user did: the threads of a rank",
         form="a number",
+    ),
+    Switch(
+        "SGLANG_HOST_IP",
+        (),
+        "the address of a network interface",
+        "set by `make serve-pd` unless the user did: the address by which two servers find each other",
+        form="an address",
     ),
     Switch(
         "OMP_WAIT_POLICY",

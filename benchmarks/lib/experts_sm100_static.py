@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from dsv4_kernels.host.arch import hardware_multiprocessors
 from dsv4_kernels.moe.sm100 import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Numbers, Plan, Product
+from dsv4_kernels.moe.work_list import list_work
 from lib.cubin import resources
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "experts_sm100_static.json"
@@ -33,25 +35,26 @@ def cycles_of(plan: Plan) -> dict[str, float | str]:
 
     k, slots = K[plan.product], plan.tokens
     rows = plan.matrices * TILE_ROWS
-    listed = launch.work_list(torch.ones(slots, 1), torch.zeros(slots, 1, dtype=torch.int32), 1, 0, plan.tokens)
     scale_tiles = k // plan.step * plan.scale_tiles
 
     def buffer(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.uint8)
 
-    arguments = (
-        buffer(1, rows, k // 2),
-        buffer(1, rows // TILE_ROWS, scale_tiles, 512),
-        buffer(slots, k // plan.codes_per_byte),
-        buffer(slots, 4 * scale_tiles),
-        buffer(slots, 2 * TILE_ROWS),  # large enough for either product
-        buffer(slots, 4 * scale_tiles),
-        torch.ones(1, 2),
-        torch.ones(1),
-    )
-    with emulated(checks=Checks(order=False)) as device:
-        launch.run(plan, listed, 10.0, *arguments)
-    cycles = device.reports[0].cycles
+    def quantised(width: int) -> launch.Rows:
+        if plan.numbers is Numbers.NVFP4:
+            return launch.Rows(buffer(slots, width // 2), buffer(slots, width // 16))
+        return launch.Rows(buffer(slots, width), torch.zeros(slots, width // 128))
+
+    is_gate_up = plan.product is Product.GATE_UP
+    out = quantised(TILE_ROWS) if is_gate_up else torch.zeros(slots, TILE_ROWS, dtype=torch.bfloat16)
+    weights = buffer(1, rows, k // 2), buffer(1, rows // TILE_ROWS, scale_tiles, 512)
+    hardware_multiprocessors.cache_clear()
+    with emulated(checks=Checks(order=False), multiprocessors=1) as device:  # cycles are a mean over the CTAs
+        one_expert = torch.ones(slots, 1), torch.zeros(slots, 1, dtype=torch.int32)
+        listed = list_work(*one_expert, 1, 0, plan.tokens, "sm_100a")
+        launch.multiply(plan, listed, quantised(k), *weights, out, 10.0, torch.ones(1, 2), torch.ones(1))
+    hardware_multiprocessors.cache_clear()
+    cycles = device.reports[1].cycles
     weight_bytes = rows * k // 2 + rows // TILE_ROWS * scale_tiles * 512
     columns = {name: cycles[name] for name in UNITS if name in cycles}
     columns["floor"] = weight_bytes / (B200.hbm_bytes_per_clock / B200.sms)

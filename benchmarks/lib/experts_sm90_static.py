@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Shape
 from dsv4_kernels.moe.sm90.weights import CODE_BYTES, SHIFT_BYTES, STEP, TILE_ROWS
-from dsv4_kernels.moe.sm90.workspace import GROUP
+from dsv4_kernels.moe.workspace import GROUP
 from lib.experts_inputs import BYTES_A_WEIGHT, Model
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "experts_h200.json"

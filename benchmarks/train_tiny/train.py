@@ -245,7 +245,7 @@ class Run:
 
 
 def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """Wrappers by torch.compile: none ("off"), elementwise functions ("leaf"), also short rows' attention ("all")."""
+    """Functions for torch.compile. "off": none; "leaf": elementwise ones; "all": also the attention of short rows."""
     if kind == "off":
         return {}
     import torch._dynamo

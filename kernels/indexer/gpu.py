@@ -26,6 +26,12 @@ from dsv4_kernels.model_shapes import ModelShapes
 RUNS = 64
 """The most CTAs of one token: each CTA gets as many pages as this limit requires, and at least PAGES_A_CTA."""
 PAGES_A_CTA = 4
+FEW_TOKENS = 16
+"""The most tokens of a call that gets the kernels for few tokens, whose time is one CTA's chain of loads."""
+CTAS_OF_FEW = 264
+"""Score CTAs of such a call: two for each multiprocessor of an H200."""
+RUNS_OF_FEW = 32
+"""Score CTAs of a token in such a call at least, so that a request that is much longer than the others is shared."""
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
@@ -65,9 +71,15 @@ def _run(
     arch, stream = architecture(name, device), current_stream(device)
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
     score_kernel, *of_prefill = score_kernels(arch)
+    few_tokens = tokens <= FEW_TOKENS and not prefill
     pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
-    if of_prefill and prefill:
+    runs = -(-num_pages // pages_a_cta)
+    if few_tokens:
+        runs = min(num_pages, max(RUNS_OF_FEW, CTAS_OF_FEW // tokens))
+    elif of_prefill and prefill:
         (score_kernel,), pages_a_cta = of_prefill, prefill_scores.pages_a_cta(at_a_time, num_pages)
+        runs = -(-num_pages // pages_a_cta)
+    options = (True,) if few_tokens else ()
     buffer = None
     if num_pages * PAGE_ROWS > top_k:
         buffer = torch.empty(at_a_time, num_pages * PAGE_ROWS, dtype=torch.float32, device=device)
@@ -93,15 +105,14 @@ def _run(
                 pages_a_cta=pages_a_cta,
                 **of_tokens,
             )
-            runs = Int32(-(-num_pages // pages_a_cta))
-            score_kernel.compile(arch, heads)(score_arguments, runs, Int32(count), stream)
+            score_kernel.compile(arch, heads, *options)(score_arguments, Int32(runs), Int32(count), stream)
         topk_arguments = topk.Arguments(
             row_pages=row_pages.data_ptr(),
             row_pages_row_bytes=stride_bytes(row_pages, 0),
             rows=rows.data_ptr() + begin * top_k * 4,
             **of_tokens,
         )
-        topk.compile(arch)(topk_arguments, Int32(count), stream)
+        topk.compile(arch, few_tokens)(topk_arguments, Int32(count), stream)
     return rows
 
 
@@ -144,8 +155,9 @@ def sm100(*arguments: object) -> Tensor:
 
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
-    """Compile jobs of the score kernels and of the top-k kernel; none for a model without an indexer."""
+    """Compile jobs of the score kernels and of the top-k kernels; none for a model without an indexer."""
     if not model.index_heads:
         return []
     scores_of = [partial(kernel.compile, arch, model.index_heads) for kernel in score_kernels(arch)]
-    return [*scores_of, partial(topk.compile, arch)]
+    of_few = [partial(scores.compile, arch, model.index_heads, True), partial(topk.compile, arch, True)]
+    return [*scores_of, partial(topk.compile, arch), *of_few]

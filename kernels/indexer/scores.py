@@ -2,9 +2,13 @@
 
 Prefills on Hopper use `prefill_scores` instead, where tokens share the expanded keys.
 
-A CTA has one token and a run of pages; its four warps have 16 keys of each page. The query stays in registers. The
-channels of a product may lie anywhere in a fragment as long as both operands agree: a lane of a quad has 32 consecutive
-channels, so it loads 16 bytes of a key and the one scale that they share, and nothing goes through shared memory.
+A CTA has one token and a run of pages; its four warps have 16 keys of each page. In a forward of few tokens a CTA has
+every n-th page instead, so that its n CTAs share a token's pages evenly, however many the token sees of the pages that
+a CUDA graph has room for; and it loads a page's keys while it multiplies the keys of the page before.
+
+The query stays in registers. The channels of a product may lie anywhere in a fragment as long as both operands agree: a
+lane of a quad has 32 consecutive channels, so it loads 16 bytes of a key and the one scale that they share, and nothing
+goes through shared memory.
 
 FP4 times a power of two is exact in bf16, as is a query that was rounded to FP4; so are their products in fp32. A
 score's summation order is the same in every batch: the instructions' order over channels, then a lane's heads, then the
@@ -31,6 +35,8 @@ THREADS = 32 * PAGE_ROWS // KEYS_A_WARP
 HEADS_A_TILE = 8
 CODE_BYTES = KEY_DIM // 2
 SCALE_BYTES = KEY_DIM // FP4_SCALE_GROUP
+WORDS_OF_A_KEY = 5
+"""Words that a lane loads of a key: four of codes, and the word of all four scales."""
 STEPS = 8
 """Instructions for a key's channels: 16 channels each, 4 from every lane of a quad."""
 
@@ -55,11 +61,23 @@ class Arguments(NamedTuple):
 
 
 @cute.jit
-def launch(args: Arguments, heads: cutlass.Constexpr[int], runs: Int32, tokens: Int32, stream: cuda.CUstream) -> None:
-    """Launches one CTA for each run of pages of a token."""
-    kernel(args, heads).launch(
-        grid=[runs, tokens, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
-    )
+def launch(
+    args: Arguments,
+    heads: cutlass.Constexpr[int],
+    few_tokens: cutlass.Constexpr[bool],
+    runs: Int32,
+    tokens: Int32,
+    stream: cuda.CUstream,
+) -> None:
+    """Launches `runs` CTAs for each token."""
+    if cutlass.const_expr(few_tokens):  # first pages first: CTAs of later pages may have nothing to do
+        kernel_of_few_tokens(args, heads).launch(
+            grid=[tokens, runs, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+        )
+    else:
+        kernel(args, heads).launch(
+            grid=[runs, tokens, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+        )
 
 
 @cute.kernel
@@ -76,7 +94,7 @@ def kernel(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
         tiles = heads // HEADS_A_TILE
         q = cute.make_rmem_tensor((tiles * 2 * STEPS,), Uint32)
         weights = cute.make_rmem_tensor((2 * tiles,), Float32)
-        load_query(args, token, row, quad, tiles, q, weights)
+        load_query(args, token, row, quad, range(tiles), q, weights)
         request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
         table = args.page_table + Int64(request) * args.page_table_row_bytes
         out = args.scores + Int64(token) * args.scores_row_bytes
@@ -92,23 +110,103 @@ def kernel(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
                     ptx.store_f32(out + Int64(entry + 8 * i) * 4, scores[i])
 
 
+@cute.kernel
+def kernel_of_few_tokens(args: Arguments, heads: cutlass.Constexpr[int]) -> None:
+    """Computes the scores of pages `run`, `run` + runs, ... of a token, in the same bits as `kernel`.
+
+    A load that needs the result of another one takes some 0.4 us, as long as a page's products. So the length, the
+    request and the first page's number do not wait for each other where they need not, the query is loaded meanwhile,
+    and a page's number is loaded two pages ahead.
+    """
+    dependent_launch.begin()
+    thread, _, _ = cute.arch.thread_idx()
+    token, run, _ = cute.arch.block_idx()
+    _, runs, _ = cute.arch.grid_dim()
+    visible = ptx.load_i32(args.visible + Int64(token) * 4)
+    request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
+    table = args.page_table + Int64(request) * args.page_table_row_bytes
+    number = ptx.load_i32(table + Int64(run) * 4)  # the table has at least as many pages as a token has CTAs
+    if (visible > args.top_k) & (run * PAGE_ROWS < visible):
+        lane, warp = thread % 32, thread // 32
+        row, quad = lane // 4, lane % 4
+        tiles = heads // HEADS_A_TILE
+        q = cute.make_rmem_tensor((tiles * 2 * STEPS,), Uint32)
+        weights = cute.make_rmem_tensor((2 * tiles,), Float32)
+        key = warp * KEYS_A_WARP + row  # and key + 8
+        loaded, ahead = (cute.make_rmem_tensor((2 * WORDS_OF_A_KEY,), Uint32) for _ in range(2))
+        load_query(args, token, row, quad, range(tiles // 2), q, weights, True)
+        load_page(args, number, key, quad, loaded)
+        load_query(args, token, row, quad, range(tiles // 2, tiles), q, weights, True)
+        last_page = (visible + (PAGE_ROWS - 1)) // PAGE_ROWS
+        out = args.scores + Int64(token) * args.scores_row_bytes
+        page = run
+        number = page_number(table, page + runs, last_page)
+        while page < last_page:
+            if page + runs < last_page:
+                load_page(args, number, key, quad, ahead)
+            number = page_number(table, page + 2 * runs, last_page)
+            words, scales = keys_of(loaded, quad)
+            scores = multiply(words, scales, tiles, q, weights)
+            entry = page * PAGE_ROWS + key
+            for i in cutlass.range_constexpr(2):
+                if (quad == 0) & (entry + 8 * i < visible):
+                    ptx.store_f32(out + Int64(entry + 8 * i) * 4, scores[i])
+            for i in cutlass.range_constexpr(2 * WORDS_OF_A_KEY):
+                loaded[i] = ahead[i]
+            page += runs
+
+
+def page_number(table: Int64, page: Int32, last_page: Int32) -> Int32:
+    """The number of a page of the token, 0 if it has no such page."""
+    return ptx.load_or_zeros(Int32, 1, table + Int64(page) * 4, last_page - page, "gt.s32", cache="")
+
+
+def load_page(args: Arguments, number: Int32, key: Int32, quad: Int32, loaded: cute.Tensor) -> None:
+    """Loads a lane's part of two keys of a page, for `keys_of`; nothing waits for it."""
+    codes = args.keys + Int64(number) * args.page_bytes
+    for i in range(2):
+        place = key + 8 * i
+        words = load_words(codes + place * CODE_BYTES + quad * 16)
+        scale = ptx.load_i32(codes + (PAGE_ROWS * CODE_BYTES + place * SCALE_BYTES)).to(Uint32)
+        for j, word in enumerate((*words, scale)):
+            loaded[i * WORDS_OF_A_KEY + j] = word
+
+
+def load_words_through_l1(address: Int64) -> tuple:
+    """`load_words` of what other warps of the CTA load, too."""
+    return ptx.asm("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
+
+
+def scale_of(word: Uint32, quad: Int32) -> Uint32:
+    """The scale of a lane's block of 32 channels, from the word with the four scales of a key."""
+    return ptx.scale_pair((word >> (8 * quad)) & 0xFF)
+
+
+def keys_of(loaded: cute.Tensor, quad: Int32) -> tuple:
+    """The result of `load_keys`, from loaded words."""
+    first = (0, WORDS_OF_A_KEY)
+    words = [[loaded[at + j] for j in range(4)] for at in first]
+    return words, [scale_of(loaded[at + 4], quad) for at in first]
+
+
 @cute.jit
 def load_query(
     args: Arguments,
     token: Int32,
     row: Int32,
     quad: Int32,
-    tiles: cutlass.Constexpr[int],
+    tiles: cutlass.Constexpr[range],
     q: cute.Tensor,
     weights: cute.Tensor,
+    through_l1: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Loads a lane's part of the query: channels [32 quad, 32 quad + 32) of heads 8 n + row, and the weights of two
-    heads of each tile."""
+    """Loads a lane's part of some tiles of the query: channels [32 quad, 32 quad + 32) of heads 8 n + row, and the
+    weights of two heads of each tile. All warps of a CTA load the same query."""
     begin = args.q + Int64(token) * args.q_token_bytes + quad * (2 * FP4_SCALE_GROUP)
-    for n in cutlass.range_constexpr(tiles):
+    for n in cutlass.range_constexpr(tiles.start, tiles.stop):
         head = begin + (n * HEADS_A_TILE + row) * (2 * KEY_DIM)
         for i in cutlass.range_constexpr(4):
-            words = load_words(head + 16 * i)
+            words = load_words_through_l1(head + 16 * i) if through_l1 else load_words(head + 16 * i)
             for j in cutlass.range_constexpr(4):
                 q[n * 2 * STEPS + 4 * i + j] = words[j]
         address = args.head_weights + Int64(token) * args.head_weights_token_bytes
@@ -122,15 +220,20 @@ def page_scores(
 ) -> tuple:
     """Scores of two keys of a page, in every lane of their quad."""
     words, scales = load_keys(codes, key, quad)
+    return multiply(words, scales, tiles, q, weights)
+
+
+def multiply(words: list, scales: list, tiles: int, q: cute.Tensor, weights: cute.Tensor) -> tuple:
+    """Scores of two keys that `load_keys` returned, in every lane of their quad."""
     sums = cute.make_rmem_tensor((4 * tiles,), Float32)
     sums.fill(0.0)
-    for word in cutlass.range_constexpr(4):
+    for word in range(4):
         for half, a in enumerate(fragments(words, scales, word)):
             step = 2 * word + half
-            for n in cutlass.range_constexpr(tiles):
+            for n in range(tiles):
                 b = (q[n * 2 * STEPS + 2 * step], q[n * 2 * STEPS + 2 * step + 1])
                 d = multiply_bf16(a, b, tuple(sums[4 * n + i] for i in range(4)))
-                for i in cutlass.range_constexpr(4):
+                for i in range(4):
                     sums[4 * n + i] = d[i]
     return weigh([sums[i] for i in range(4 * tiles)], [weights[i] for i in range(2 * tiles)])
 
@@ -142,7 +245,7 @@ def load_keys(codes: Int64, key: Int32, quad: Int32) -> tuple:
         place = key + 8 * i
         words.append(load_words(codes + place * CODE_BYTES + quad * 16))
         scale = codes + (PAGE_ROWS * CODE_BYTES + place * SCALE_BYTES)
-        scales.append(ptx.scale_pair((ptx.load_i32(scale).to(Uint32) >> (8 * quad)) & 0xFF))
+        scales.append(scale_of(ptx.load_i32(scale).to(Uint32), quad))
     return words, scales
 
 
@@ -193,7 +296,8 @@ def _low_bytes() -> tuple:
     return Uint32(0xC0800000), Uint32(0xC0804000)
 
 
-def compile(arch: str, heads: int) -> Callable[..., None]:
+def compile(arch: str, heads: int, few_tokens: bool = False) -> Callable[..., None]:
     """The compiled launch function, from memory, from disk or from the compiler: (arguments, runs, tokens, stream)."""
 
-    return load_launcher("index_scores", heads, arch, launch, Arguments, heads, Int32, Int32)
+    config = (heads, "few tokens") if few_tokens else heads
+    return load_launcher("index_scores", config, arch, launch, Arguments, heads, few_tokens, Int32, Int32)

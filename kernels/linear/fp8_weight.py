@@ -60,6 +60,8 @@ class Tile:
     tokens: int
     warps: int
     stages: int
+    rows: int = ROWS
+    """Rows of a CTA: ROWS, or fewer in `fp8_weight_resident`, whose stages hold a whole segment."""
 
     @property
     def threads(self) -> int:
@@ -69,7 +71,7 @@ class Tile:
     @property
     def row_tiles(self) -> int:
         """Tiles of 16 rows of a warp."""
-        return ROWS // MMA_ROWS // self.warps
+        return self.rows // MMA_ROWS // self.warps
 
     @property
     def token_tiles(self) -> int:
@@ -82,7 +84,7 @@ class Tile:
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage: rows of the weight, then tokens."""
-        return ROWS * WEIGHT_ROW_BYTES + self.tokens * TOKEN_BYTES
+        return self.rows * WEIGHT_ROW_BYTES + self.tokens * TOKEN_BYTES
 
     @property
     def scales_offset(self) -> int:
@@ -309,7 +311,7 @@ def passes_of_tokens(tile: Tile) -> int:
 
 def token_unit(tile: Tile, stage: Int32, token: Int32, unit: Int32) -> Int32:
     """The address of 16 bytes of a token in a stage."""
-    return stage + ROWS * WEIGHT_ROW_BYTES + token * TOKEN_BYTES + ((unit ^ ((token & 3) * 2)) * 16)
+    return stage + tile.rows * WEIGHT_ROW_BYTES + token * TOKEN_BYTES + ((unit ^ ((token & 3) * 2)) * 16)
 
 
 # The rotation

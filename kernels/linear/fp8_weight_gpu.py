@@ -10,11 +10,13 @@ from cutlass import Int32
 from torch import Tensor
 
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import architecture
+from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.linear import fp8_weight_resident
 from dsv4_kernels.linear.fp8_weight import HEAD, ROTATED, ROWS, STEP, Arguments, Configuration, Tile, launch
+from dsv4_kernels.linear.fp8_weight_resident import CLUSTER
 from dsv4_kernels.linear.kernel import SEGMENTS
 from dsv4_kernels.linear.ref import HeadRotation
 from dsv4_kernels.model_shapes import ModelShapes
@@ -26,12 +28,24 @@ TILES = (
     Tile(tokens=64, warps=4, stages=3),
 )
 """All tiles that a call may get; the bits are the same. Two CTAs share a multiprocessor with each of them."""
+RESIDENT = (Tile(tokens=8, warps=4, stages=8, rows=64), Tile(tokens=16, warps=4, stages=8, rows=64))
+"""Tiles of `fp8_weight_resident`, whose stages hold a whole segment."""
 _OP = "grouped_linear_fp8_weight"
 
 
-def chosen(num_tokens: int) -> Tile:
+def chosen(num_tokens: int, clusters: int = 0, steps: int = 0, multiprocessors: int = 0) -> Tile:
     """The tile for a product: the smallest that holds all tokens, so that the weight is read once; otherwise the
-    largest."""
+    largest. A tile that holds a segment is chosen if no multiprocessor gets more than one of its CTAs.
+
+    Args:
+        num_tokens: T.
+        clusters: tiles of 128 rows, of all groups.
+        steps: of a segment, K / 512.
+        multiprocessors: of the GPU.
+    """
+    for tile in RESIDENT:
+        if num_tokens <= tile.tokens and steps == tile.stages and clusters * CLUSTER <= multiprocessors:
+            return tile
     return next((tile for tile in TILES if num_tokens <= tile.tokens), TILES[-1])
 
 
@@ -44,7 +58,9 @@ def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
     """The compiled launch function, from memory, from disk or from the compiler: (arguments, tiles, output groups,
     stream)."""
 
-    return load_launcher(_OP, configuration, arch, launch, Arguments, configuration, Int32, Int32)
+    resident = configuration.tile.rows < ROWS
+    name, function = (f"{_OP}_resident", fp8_weight_resident.launch) if resident else (_OP, launch)
+    return load_launcher(name, configuration, arch, function, Arguments, configuration, Int32, Int32)
 
 
 def run(
@@ -74,8 +90,11 @@ def run(
     _check(x, weight, scale, rotation)
     if not out.numel():
         return
-    tile = tile or chosen(num_tokens)
-    row_tiles, token_tiles = num_rows // ROWS, -(-num_tokens // tile.tokens)
+    row_tiles, steps = num_rows // ROWS, channels // (SEGMENTS * STEP)
+    tile = tile or chosen(num_tokens, row_tiles * groups, steps, hardware_multiprocessors(x.device))
+    if tile.rows < ROWS and steps != tile.stages:
+        raise ValueError(f"{_OP}: {tile} holds segments of {tile.stages} steps; K {channels} has {steps}")
+    token_tiles = -(-num_tokens // tile.tokens)
     arguments = Arguments(
         x=x.data_ptr(),
         x_token_bytes=stride_bytes(x, 0),
@@ -97,7 +116,7 @@ def run(
         num_tokens=num_tokens,
         num_token_tiles=token_tiles,
         num_row_tiles=row_tiles,
-        steps=channels // (SEGMENTS * STEP),
+        steps=steps,
     )
     configuration = Configuration(tile, rotation is not None, out_scales is not None)
     launcher = compile(configuration, architecture("sm90", x.device))
@@ -159,4 +178,5 @@ def sm90(
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of every tile that a forward's number of tokens may choose, with rotation and quantised result."""
     tiles = dict.fromkeys(chosen(tokens) for tokens in range(1, model.fp8_wo_a_tokens + 1))
+    tiles |= dict.fromkeys(RESIDENT[: 2 if model.fp8_wo_a_tokens > RESIDENT[0].tokens else 1] if tiles else ())
     return [partial(compile, Configuration(tile, True, True), arch) for tile in tiles]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dsv4_kernels.moe.sm90.weights import HopperExperts, arrange
+from dsv4_kernels.moe.sm90 import weights as for_hopper
+from dsv4_kernels.moe.sm90.weights import HopperExperts
+from dsv4_kernels.moe.sm100 import weights as for_blackwell
+from dsv4_kernels.moe.sm100.weights import in_rows, in_tiles
 
-_TILE_ROWS = 128
-_STEP_SCALES = 4
+LAYOUTS = {"sm90": for_hopper, "sm100": for_blackwell}
+"""Implementation -> the module that arranges an MXFP4 matrix for it: `arrange` and `in_checkpoint_order`."""
 
 
 class _Experts:
@@ -46,7 +50,7 @@ class _Experts:
         """
         if self.in_tiles:
             return self
-        return replace(self, w13_scale=_in_tiles(self.w13_scale), w2_scale=_in_tiles(self.w2_scale), in_tiles=True)
+        return replace(self, w13_scale=in_tiles(self.w13_scale), w2_scale=in_tiles(self.w2_scale), in_tiles=True)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ class Mxfp4Experts(_Experts):
             ValueError: d or I is not a multiple of 128, or a scale is NaN.
         """
         plain = self.in_rows()
-        w13 = arrange(plain.w13, plain.w13_scale, gate_up=True)
-        return HopperExperts(w13, arrange(plain.w2, plain.w2_scale, gate_up=False))
+        w13 = for_hopper.arrange(plain.w13, plain.w13_scale, gate_up=True)
+        return HopperExperts(w13, for_hopper.arrange(plain.w2, plain.w2_scale, gate_up=False))
 
 
 @dataclass(frozen=True)
@@ -90,25 +94,54 @@ class Nvfp4Experts(_Experts):
     w2_input: Tensor  # fp32 []
     in_tiles: bool = False
 
+    def with_factors(self) -> Nvfp4Experts:
+        """The same weights; factors are computed now, not in the first call, which a graph may record."""
+        assert len(self.gate_up_factors) == len(self.down_factors)
+        return self
 
-def _in_tiles(scale: Tensor) -> Tensor:
-    """Scales in tiles: uint8 [E, rows / 128, scales of a row / 4, 512], from ue8m0 [E, rows, k / 32] or e4m3
-    [E, rows, k / 16].
+    @functools.cached_property
+    def gate_up_factors(self) -> Tensor:
+        """fp32 [E, 2]: what a sum over codes and scales lacks in the products with w1 and w3."""
+        return (self.w13_global * self.w13_input).contiguous()
 
-    In a tile of 128 rows and four scales, byte `16 (row % 32) + 4 (row // 32) + j` is scale j of a row: the order in
-    which `tcgen05.cp.32x128b.warpx4` copies to four columns of tensor memory.
+    @functools.cached_property
+    def down_factors(self) -> Tensor:
+        """fp32 [E, 2]: as `gate_up_factors` of the product with w2, twice."""
+        return (self.w2_global * self.w2_input)[:, None].repeat(1, 2)
+
+
+def arrange_in_place(
+    name: str, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor
+) -> tuple[HopperExperts | Mxfp4Experts, int]:
+    """(the experts as the kernels of implementation `name` take them, codes that were rounded).
+
+    Args:
+        name: "sm90" or "sm100".
+        w13, w13_scale, w2, w2_scale: as in `Mxfp4Experts`, scales in rows; they are overwritten, and the result refers
+            to their memory.
+
+    Raises:
+        ValueError: as `arrange` of the layout.
     """
-    experts, rows, blocks = scale.shape
-    if rows % _TILE_ROWS or blocks % _STEP_SCALES:
-        raise ValueError(
-            f"scales [{experts}, {rows}, {blocks}] do not fill tiles of {_TILE_ROWS} rows and {_STEP_SCALES} scales: "
-            "hidden and intermediate size must be multiples of 128"
-        )
-    tiles = scale.view(torch.uint8).view(experts, rows // _TILE_ROWS, 4, 32, blocks // _STEP_SCALES, _STEP_SCALES)
-    return tiles.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows // _TILE_ROWS, blocks // _STEP_SCALES, 512)
+    arrange = LAYOUTS[name].arrange
+    of_w13 = arrange(w13, w13_scale, gate_up=True, in_place=True)
+    of_w2 = arrange(w2, w2_scale, gate_up=False, in_place=True)
+    rounded = of_w13.rounded + of_w2.rounded
+    if name == "sm90":
+        return HopperExperts(of_w13, of_w2), rounded
+    return Mxfp4Experts(of_w13.codes, of_w13.scales, of_w2.codes, of_w2.scales, in_tiles=True), rounded
+
+
+def tile_in_place(scale: Tensor) -> Tensor:
+    """One-byte scales [E, rows, n] in tiles: a view uint8 [E, rows / 128, n / 4, 512] of their memory. Signs are
+    cleared, which e4m3 scales of the tensor core do not have (SGLang's dummy weights do).
+
+    Raises:
+        ValueError: the scales don't fill tiles.
+    """
+    scale.view(torch.uint8).bitwise_and_(0x7F)
+    return for_blackwell.tile_in_place(scale)
 
 
 def _in_rows(tiles: Tensor) -> Tensor:
-    experts, row_tiles, steps, _ = tiles.shape
-    rows = tiles.view(experts, row_tiles, steps, 32, 4, _STEP_SCALES).permute(0, 1, 4, 3, 2, 5)
-    return rows.reshape(experts, row_tiles * _TILE_ROWS, steps * _STEP_SCALES).view(torch.float8_e8m0fnu)
+    return in_rows(tiles).view(torch.float8_e8m0fnu)

@@ -19,7 +19,7 @@ import torch
 
 from dsv4_kernels.kv_layout import ROPE_DIM, ROW_DIM, RowFormat
 from sglang_dsv4.cache.draft_rollback import state_ring_rows, window_ring_rows
-from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS, SWA_RATIO, WINDOW_TOKENS, LayerKind
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS, HCA_RATIO, SWA_RATIO, WINDOW_TOKENS, LayerKind
 
 RATIOS = tuple(kind.ratio for kind in LayerKind)
 FP4_INDEX_DIM = 128
@@ -45,6 +45,7 @@ class PoolGeometry:
         draft_layers: SWA layers of the draft model; the target's plan counts their rings.
         row_format, index_format: byte format of window rows and entries, and of indexer keys.
         dtype: dtype of plain rows (the model's).
+        transfers: whether the pool sends pages to another server, or receives them (`transfer`).
     """
 
     ratios: tuple[int, ...]
@@ -58,6 +59,7 @@ class PoolGeometry:
     row_format: RowFormat = RowFormat.PLAIN
     index_format: RowFormat = RowFormat.PLAIN
     dtype: torch.dtype = torch.bfloat16
+    transfers: bool = False
 
     def __post_init__(self) -> None:
         """Refuse dimensions that the pools cannot hold."""
@@ -107,6 +109,11 @@ class PoolGeometry:
                 f"layer {layer_id} is not held here; the worker has {len(self.ratios)} layers from {self.first_layer}"
             )
         return self.ratios[index]
+
+    @property
+    def packs_pages(self) -> bool:
+        """Whether the HCA entries of a page are packed for transfers: in a byte format they are two runs of bytes."""
+        return self.transfers and HCA_RATIO in self.ratios and self.row_format is not RowFormat.PLAIN
 
     def layers(self, *ratios: int) -> tuple[int, ...]:
         """Model layer ids that have one of `ratios` (all layers if none is named)."""

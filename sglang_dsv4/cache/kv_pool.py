@@ -25,11 +25,13 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
+from sglang_dsv4.cache import transfer
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.host_records import HostRecords
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.page_records import PageRecords
-from sglang_dsv4.cache.pool_plan import PoolPlan
+from sglang_dsv4.cache.pool_plan import PACKED_PAGES, PoolPlan
+from sglang_dsv4.cache.request_copy import RequestCopy
 from sglang_dsv4.cache.tail_memory import TailMemory, TailRows
 from sglang_dsv4.cache.tail_options import TailSizes
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS, LayerKind
@@ -65,6 +67,8 @@ class Dsv4KVPool(RingWindowKVPool):
         draft: the pool of this target's draft worker, whose window rows are in the tails too.
         model: a draft's model, which computes its rows.
         tail_rows: in a draft's pool, the rows of the target's tails that the tokens of the prefill in progress write.
+        packed_pages: HCA pages in the form in which they travel to another server; None where they need no packing.
+        layout: what a pool on another server must agree in, to exchange pages and rings.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Dsv4KVPool(RingWindowKVPool):
         ledger: Ledger | None = None,
         draft_of: DraftOf | None = None,
         enable_memory_saver: bool = False,
+        layout: str = "",
     ) -> None:
         """Allocate everything.
 
@@ -90,6 +95,7 @@ class Dsv4KVPool(RingWindowKVPool):
             ledger: carried along, see above.
             draft_of: the target of a draft worker's pool; None for a target's pool.
             enable_memory_saver: SGLang's.
+            layout: see above.
         """
         layers = geometry.layers()
         super().__init__(
@@ -113,6 +119,9 @@ class Dsv4KVPool(RingWindowKVPool):
         self.draft: Dsv4KVPool | None = None
         self.model: torch.nn.Module | None = None
         self.tail_rows: TailRows | None = None
+        self.layout = layout
+        self.packed_pages: transfer.PackedPages | None = None
+        self._packed: torch.Tensor | None = None
         self.tail_memory: TailMemory | None = None
         self._tensors: dict[str, dict[int, KVRows | torch.Tensor]] = {}
         # [layers, ...] of all request slots: the tensors that a tail copies at once
@@ -122,12 +131,16 @@ class Dsv4KVPool(RingWindowKVPool):
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             for spec in self.plan.pools:
                 # The draft worker allocates its own rings; tails are laid out slot by slot (`tail_memory`).
-                if spec.name != "draft window rings" and spec.per != "tail":
+                if spec.name == PACKED_PAGES:
+                    self._packed, _ = spec.allocate_stack(device)
+                elif spec.name != "draft window rings" and spec.per != "tail":
                     stack, rows = spec.allocate_stack(device)
                     self._tensors[spec.name] = dict(zip(spec.layers, rows, strict=True))
                     (self.rings if spec.per == "request" else self.tables)[spec.name] = stack
             if tails is not None:
                 self.tail_memory = TailMemory(geometry, self.rings, device, tails.device_slots, tails.host_slots)
+        if self._packed is not None:
+            self.packed_pages = transfer.PackedPages(*self.table(transfer.HCA_ENTRIES), self._packed)
         self.mem_usage = self.get_kv_size_bytes() / (1 << 30)
         self.page_copies = self._make_page_copies(tails.host_pages) if tails and tails.host_pages else None
         if draft_of is not None:
@@ -182,7 +195,8 @@ class Dsv4KVPool(RingWindowKVPool):
 
     def page_records(self) -> PageRecords:
         """The layout of this pool's page records."""
-        return PageRecords(self.geometry.ratios, {name: self.table(name) for name in self.tables}, self.device)
+        tables = {name: self.table(name) for name in self.tables}
+        return PageRecords(self.geometry.ratios, tables, self.device, self.packed_pages)
 
     def table(self, name: str) -> tuple[KVRows, int]:
         """All layers of a table that follows FULL pages ("CSA entries", "HCA entries", "indexer keys") as one table.
@@ -210,6 +224,8 @@ class Dsv4KVPool(RingWindowKVPool):
         for name, layers in self._tensors.items():
             for layer_id, rows in layers.items():
                 yield name, layer_id, rows.storage if isinstance(rows, KVRows) else rows
+        if self._packed is not None:
+            yield PACKED_PAGES, self.geometry.first_layer, self._packed  # all layers in one
         if self.tail_memory is not None and not self.is_draft:
             for name, tensor in self.tail_memory.tensors():
                 yield name, self.geometry.first_layer, tensor  # all layers in one
@@ -222,6 +238,48 @@ class Dsv4KVPool(RingWindowKVPool):
 
     def clear_unaccepted_c128_draft_states(self, *args: object, **kwargs: object) -> None:
         """Nothing to clear after a speculative step (`draft_rollback`)."""
+
+    # -- transfers to another server, and of a retracted request to the host and back --------------------------------
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """The buffers whose items are FULL pages: addresses, bytes, bytes of an item. Empty for a draft."""
+        return transfer.page_buffers({name: self._tensors[name].values() for name in self.tables}, self._packed)
+
+    def ring_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """The buffers whose items are request slots: addresses, bytes, bytes of an item."""
+        return transfer.ring_buffers(self.rings, self.plan.request_slots)
+
+    def pd_kv_layout(self) -> str:
+        """The layout in which another server must agree; SGLang compares it before the first transfer."""
+        return self.layout
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: object = None, req_pool_index: int | None = None
+    ) -> RequestCopy:
+        """A copy in host memory of a request's pages and rings, a draft's too.
+
+        Args:
+            indices: [tokens] full slots of the request's tokens.
+            mamba_indices: not used; SGLang's.
+            req_pool_index: its request slot.
+        """
+        return RequestCopy.save(self.page_records(), self._rings_with_draft(), indices, req_pool_index)
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: RequestCopy,
+        indices: torch.Tensor,
+        mamba_indices: object = None,
+        req_pool_index: int | None = None,
+    ) -> None:
+        """Copy a request's pages and rings back, to other full slots and another request slot (see `get_cpu_copy`)."""
+        kv_cache_cpu.load(self.page_records(), self._rings_with_draft(), indices, req_pool_index)
+
+    def _rings_with_draft(self) -> list[torch.Tensor]:
+        """Every ring as [layers, request_slots, bytes] uint8."""
+        pools = (self,) if self.draft is None else (self, self.draft)
+        slots = self.plan.request_slots
+        return [ring.view(torch.uint8).view(len(ring), slots, -1) for pool in pools for ring in pool.rings.values()]
 
     # -- what these pools do not do ----------------------------------------------------------------------------------
 
@@ -252,31 +310,17 @@ class Dsv4KVPool(RingWindowKVPool):
         """Not supported: attention reads `window` and `entries`."""
         self._unsupported("attention backends other than dsv4 of sglang-dsv4")
 
-    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Prefill/decode disaggregation is not supported."""
-        self._unsupported("prefill/decode disaggregation")
-
     def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Prefill/decode disaggregation is not supported."""
-        self._unsupported("prefill/decode disaggregation")
+        """Not supported: rings travel by request slot, as `sglang_dsv4.disaggregation.buffers` lists them."""
+        self._unsupported("transfers of SGLang's paged sliding-window pool")
 
     def get_request_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Prefill/decode disaggregation is not supported."""
-        self._unsupported("prefill/decode disaggregation")
+        """Not supported: rings travel by request slot, as `sglang_dsv4.disaggregation.buffers` lists them."""
+        self._unsupported("transfers of SGLang's compressor states")
 
     def host_pool_decls(self) -> tuple[object, ...]:
         """Host memory belongs to `page_copies`, not to SGLang's host pools."""
-        self._unsupported("SGLang's host pools (they serve --disaggregation-mode)")
-
-    def get_cpu_copy(self, indices: object, mamba_indices: object = None, req_pool_index: object = None) -> object:
-        """Not supported: a retracted request is computed again."""
-        self._unsupported("host copies of a request's KV")
-
-    def load_cpu_copy(
-        self, kv_cache_cpu: object, indices: object, mamba_indices: object = None, req_pool_index: object = None
-    ) -> None:
-        """Not supported: a retracted request is computed again."""
-        self._unsupported("host copies of a request's KV")
+        self._unsupported("SGLang's host pools")
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Not supported: an entry covers several tokens, so no token moves alone. Only draft trees would need it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,12 @@ ALIGNMENT = 16
 FORMAT_VERSION = 1
 """Version of the bytes of page records and tails; it changes with them."""
 TABLES = {"CSA entries": CSA_RATIO, "HCA entries": HCA_RATIO, "indexer keys": CSA_RATIO}
+
+
+class PackedPages(Protocol):
+    """A second copy of some rows of each page: `transfer.PackedPages`."""
+
+    def pack(self, pages: Tensor) -> None: ...  # noqa: D102
 
 
 class Part(NamedTuple):
@@ -46,7 +52,11 @@ class PageRecords:
     """
 
     def __init__(
-        self, ratios: tuple[int, ...], tables: Mapping[str, tuple[KVRows, int]], device: torch.device | str
+        self,
+        ratios: tuple[int, ...],
+        tables: Mapping[str, tuple[KVRows, int]],
+        device: torch.device | str,
+        packed: PackedPages | None = None,
     ) -> None:
         """Lay out the record of a target worker's pool; a draft has no entries.
 
@@ -54,8 +64,10 @@ class PageRecords:
             ratios: compression ratio of each layer.
             tables: for each table that follows FULL pages its rows, all layers as one, and the number of layers.
             device: the pool's device.
+            packed: packed anew when records are copied into the pool; None where nothing is packed.
         """
         self.device = torch.device(device)
+        self._packed = packed
         self.parts: list[Part] = []
         offset, described = 0, [f"ratios {ratios}"]
         for name, (rows, layers) in tables.items():
@@ -91,6 +103,8 @@ class PageRecords:
         """Copy records into pages of the pool; the arguments are those of `gather`. Pages must differ."""
         for part, inside in self._parts_of(records):
             part.view[:, *_index_of(pages, part)] = inside.transpose(0, 1)
+        if self._packed is not None:
+            self._packed.pack(pages)
 
     def _parts_of(self, records: Tensor) -> list[tuple[Part, Tensor]]:
         """Each part with its view of the records: [N, layers, words] int64."""

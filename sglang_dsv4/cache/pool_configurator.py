@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
-from sglang.srt.runtime_context import get_memory, get_schedule, get_spec, max_speculative_num_draft_tokens
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_memory,
+    get_schedule,
+    get_spec,
+    max_speculative_num_draft_tokens,
+)
 
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_radix_cache.pages import page_floor
@@ -54,6 +60,7 @@ def geometry_of(kvc: KVCacheConfigurator) -> PoolGeometry:
         row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
         index_format=RowFormat.INDEX_FP4 if fp8 and config.qat.indexer_fp4 else RowFormat.PLAIN,
         dtype=kvc.model_dtype,
+        transfers=get_disagg().disaggregation_mode != "null" and not kvc.is_draft_worker,
     )
 
 
@@ -69,10 +76,13 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
         self._requested = None if requested is None else max(1, requested // kvc.attn_dp_size)
 
     def _request_slots(self, full_tokens: int) -> int:
-        """Request slots that SGLang will allocate (KVCacheConfigurator.resolve_max_num_reqs), and the null slot."""
+        """Request slots that SGLang will allocate (KVCacheConfigurator.resolve_max_num_reqs), and the null slot.
+
+        A decode server has further slots, for requests that are being transferred.
+        """
         default = max(min(full_tokens * 512 // self._context_len, 4096), 2048)
         wanted = default if self._requested is None else self._requested
-        return min(wanted, full_tokens // 2) + 1
+        return min(wanted, full_tokens // 2) + extra_slots() + 1
 
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         """Pool sizes for a byte budget (--mem-fraction-static of the GPU's memory, or of the host's on a CPU)."""
@@ -98,9 +108,19 @@ class Dsv4PoolConfigurator(MemoryPoolConfigurator):
         )
 
 
+def extra_slots() -> int:
+    """Request slots of a decode server for requests in transfer (--disaggregation-decode-extra-slots), else 0."""
+    disaggregation = get_disagg()
+    return (disaggregation.disaggregation_decode_extra_slots or 0) * (disaggregation.disaggregation_mode == "decode")
+
+
 def tail_slots(full_tokens: int, request_slots: int) -> int:
-    """Tail slots on the device of a target worker; 0 with --disable-radix-cache."""
-    if get_memory().disable_radix_cache:
+    """Tail slots on the device of a target worker.
+
+    0 with --disable-radix-cache, and on a decode server: its requests arrive with their rings, so that a stored prefix
+    needs no tail.
+    """
+    if get_memory().disable_radix_cache or get_disagg().disaggregation_mode == "decode":
         return 0
     return TailOptions.from_environment().slots_on_device(full_tokens, request_slots)
 

@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from dsv4_kernels.kv_layout import KVRows, RowFormat
-from sglang_dsv4.cache.geometry import PoolGeometry
-from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, WINDOW_TOKENS, LayerKind
+from dsv4_kernels.kv_layout import ROW_BYTES, KVRows, RowFormat
+from sglang_dsv4.cache.geometry import PoolGeometry, entries_per_page
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO, WINDOW_TOKENS, LayerKind
 
 # SGLang admits a request only if its tokens and a page more fit (PrefillAdder.add_one_req), and lets it generate only
 # as many tokens as whole pages hold after its prompt and that page (max_new_tokens_for_memory): no request uses the
 # last two pages.
 ADMISSION_TOKENS = 2 * FULL_PAGE_TOKENS
 MIN_FULL_TOKENS = ADMISSION_TOKENS + FULL_PAGE_TOKENS
+PACKED_PAGES = "HCA pages for transfers"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ class PoolPlan:
                 pools.append(PoolSpec("indexer keys", layers, entries, "token", 1 / ratio, **keys))
                 dim = g.state_dim(ratio, indexer=True)
                 pools.append(rings("indexer compressor state", layers, states, row_dim=dim, **state))
+        if g.packs_pages:
+            pages, layers = full_tokens // FULL_PAGE_TOKENS + 1, g.layers(HCA_RATIO)
+            of_bytes = {"row_dim": entries_per_page(HCA_RATIO) * ROW_BYTES, "rope_dim": 0, "dtype": torch.uint8}
+            per_token = 1 / FULL_PAGE_TOKENS
+            pools.append(PoolSpec(PACKED_PAGES, layers, pages, "token", per_token, RowFormat.PLAIN, **of_bytes))
         if tail_slots:
             pools += tail_specs(g, tail_slots + 1)
         return cls(geometry, full_tokens, request_slots, tail_slots, tuple(p for p in pools if p.layers))

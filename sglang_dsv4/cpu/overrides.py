@@ -5,6 +5,7 @@ Each function is named by a row of :mod:`sglang_dsv4.seam.hooks`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+REST_S = 0.002
+"""Pause of a prefill or decode server that waits for a transfer."""
 WAIT_MS = 100
 """Longest wait of the data-parallel controller for a request; SGLang's watchdog wants to hear from it now and then."""
 
@@ -68,6 +72,17 @@ def pad_on_cpu(original: Callable[..., None], batch: ForwardBatch, runner: Model
 def is_on_cpu(before: bool, module: ModuleType) -> bool:
     """The value of ``forward_batch_info._is_cpu``: True, as for SGLang's own CPU engine."""
     return True
+
+
+def rest_while_transferring(result: object, scheduler: Scheduler, *args: object, **kwargs: object) -> None:
+    """Give the core to the other server while all requests of this one wait for it.
+
+    After the step of a prefill or decode server's loop that looks for finished transfers. SGLang's loops look without
+    pause, which takes a core that the other server, and the threads of the transfer, need.
+    """
+    idle = not scheduler.waiting_queue and scheduler.running_batch.is_empty() and scheduler.chunked_req is None
+    if idle and scheduler.cur_batch_for_debug is None:
+        time.sleep(REST_S)
 
 
 class WaitingSocket:

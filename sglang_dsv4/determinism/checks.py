@@ -63,7 +63,7 @@ def problems_of_ops(device: torch.device, dtype: torch.dtype, head_dim: int | No
         head_dim: of the attention, which decides the attention's kernel; None leaves the choice to the registry.
     """
     options = set()
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10):
         options.add(Option.FP8_LINEAR)
     named = {} if head_dim is None else {"sparse_attention": required_implementation(device, head_dim)}
     problems = []

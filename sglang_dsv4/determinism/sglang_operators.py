@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 DEEP_GEMM = "deepgemm_w8a8_block_fp8_linear_with_fallback"
+OURS = "linear_fp8"
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
-    "FP8 linear layer": {DEEP_GEMM: "blocks of 128 channels, in order, for any number of rows"},
+    "FP8 linear layer": {
+        DEEP_GEMM: "on Hopper: blocks of 128 channels, in order, for any number of rows",
+        OURS: "this package's product, in `layers.fp8_linear.AllTokensProduct`",
+    },
     "linear layer": {"UnquantizedLinearMethod": "aten::mm as SGLang replaces it under the flag: one tile, all of K"},
     "routed experts": {},
 }
@@ -27,7 +31,7 @@ BATCH_INVARIANT: dict[str, dict[str, str]] = {
 WHAT_TO_DO = {
     "FP8 linear layer": "leave --fp8-gemm-backend out, or choose deep_gemm, with DeepGEMM installed",
     "linear layer": "serve the release's FP8 checkpoint",
-    "routed experts": "none of its runners keeps a row's bits; on Hopper --moe-runner-backend dsv4 does, the default",
+    "routed experts": "none of its runners keeps a row's bits; --moe-runner-backend dsv4 does, the default here",
 }
 
 

@@ -1,9 +1,14 @@
-"""FP8 linear layers that multiply few tokens by this package's product (`dsv4_kernels.linear.linear_fp8`).
+"""FP8 linear layers that multiply by this package's product (`dsv4_kernels.linear.linear_fp8`).
 
 On Hopper, where SGLang's product is DeepGEMM, our product multiplies up to MOST_TOKENS tokens and gives the same bits;
-DeepGEMM multiplies more tokens. Elsewhere SGLang's product multiplies any number of tokens.
+DeepGEMM multiplies more tokens. On Blackwell our product, which was verified by emulation only, multiplies any number
+of tokens:
 
-The layer, its parameters and its loading stay SGLang's. `FewTokensConfig` gives it SGLang's quantisation method with
+    SGLANG_DSV4_FP8_LINEAR    auto (default): under --enable-deterministic-inference, because DeepGEMM exchanges the
+                              operands of `tcgen05.mma` by the number of tokens, and nothing shows that bits stay.
+                              ours: always. Elsewhere the variable has no effect.
+
+The layer, its parameters and its loading stay SGLang's. `OurProductConfig` gives it SGLang's quantisation method with
 another product.
 """
 
@@ -19,6 +24,9 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig, Quant
 from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear_fp8
+from dsv4_kernels.quant import fp8_quantise
+from sglang_dsv4 import env
+from sglang_dsv4.determinism import flag
 from sglang_dsv4.determinism.sglang_operators import is_deep_gemm
 from sglang_dsv4.seam.bases import ModelBuiltConfig
 from sglang_dsv4.seam.hooks import FP8_PRODUCT
@@ -31,6 +39,22 @@ MOST_TOKENS = 64
 and 64 tokens, by DeepGEMM 64, 58 and 56 us; at 128 tokens they take 75 us, by DeepGEMM 61 us
 (benchmarks/results/linear_fp8_h200.json). A decode step of six layers keeps the GPU busy for 0.92, 0.94 and 0.97 of
 DeepGEMM's time at 1, 4 and 16 tokens (serve_switches_h200.json)."""
+
+
+VARIABLE = "SGLANG_DSV4_FP8_LINEAR"
+BLOCK = 128
+ALL_TOKENS = 1 << 30
+"""The most tokens of our product where it multiplies any number."""
+
+
+def most_tokens(generation: int) -> int:
+    """Most tokens that our product multiplies on GPUs of this major compute capability; 0 if it multiplies none.
+
+    Raises:
+        ValueError: the environment variable holds another word.
+    """
+    ours = env.choice(VARIABLE) == "ours" or flag.is_on()
+    return {9: MOST_TOKENS, 10: ALL_TOKENS if ours else 0}.get(generation, 0)
 
 
 @functools.cache
@@ -81,13 +105,68 @@ class FewTokensProduct:
         return linear_fp8(input, input_scale, weight, weight_scale)
 
 
-def few_tokens_product(many: Callable[..., Tensor], method: QuantizeMethodBase) -> FewTokensProduct:
+class AllTokensProduct:
+    """The product that `Fp8LinearMethod` calls on Blackwell instead of SGLang's, for any number of tokens."""
+
+    def __init__(self) -> None:
+        self.func = linear_fp8  # not DeepGEMM's: SGLang then leaves scales as they are in the file
+        self.is_checked = False
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        block_size: list[int],
+        weight_scale: Tensor,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        **others: Any,  # noqa: ANN401 - SGLang's
+    ) -> Tensor:
+        """The product [T, N] bf16 of `input [T, K]`, e4m3 with scales or bf16, and `weight [N, K]`.
+
+        Raises:
+            ValueError: the kernel does not serve the layer.
+        """
+        if not self.is_checked:
+            require_served(weight, block_size, weight_scale)
+            self.is_checked = True
+        assert bias is None, "DeepSeek-V4 has no linear layer with a bias"
+        codes, scales = fp8_quantise(input, BLOCK) if input_scale is None else (input, input_scale)
+        return linear_fp8(codes, scales, weight, weight_scale)
+
+
+def require_served(weight: Tensor, block_size: list[int], weight_scale: Tensor) -> None:
+    """Refuse a layer that Blackwell's kernel does not serve; reads its scales once.
+
+    Raises:
+        ValueError: says which property of the layer.
+    """
+    what = ""
+    if list(block_size) != [BLOCK, BLOCK] or weight.shape[1] % BLOCK:
+        what = f"blocks of {list(block_size)} and {weight.shape[1]} columns; it takes blocks of 128 x 128"
+    elif weight_scale.dtype != torch.float32:
+        what = f"scales in {weight_scale.dtype}; it takes fp32"
+    elif not (torch.frexp(weight_scale).mantissa == 0.5).all():
+        what = "scales that are no powers of two"
+    if what:
+        raise ValueError(
+            f"an FP8 layer {tuple(weight.shape)} has {what}: leave {VARIABLE} and {flag.FLAG} out, SGLang's product "
+            "serves it"
+        )
+
+
+def our_product(many: Callable[..., Tensor], method: QuantizeMethodBase) -> FewTokensProduct | AllTokensProduct:
     """The value of the attribute of SGLang's `Fp8LinearMethod` that holds its product."""
-    return FewTokensProduct(many)
+    return AllTokensProduct() if multiplies_all_tokens() else FewTokensProduct(many)
 
 
-class FewTokensConfig(ModelBuiltConfig):
-    """SGLang's quantisation config, except that FP8 linear layers multiply by `FewTokensProduct`.
+def multiplies_all_tokens() -> bool:
+    """Whether our product multiplies any number of tokens on this process's GPU."""
+    return torch.cuda.is_available() and most_tokens(torch.cuda.get_device_capability()[0]) == ALL_TOKENS
+
+
+class OurProductConfig(ModelBuiltConfig):
+    """SGLang's quantisation config, except that FP8 linear layers multiply by our product.
 
     Args:
         of_checkpoint: SGLang's config of the checkpoint; all other calls are passed on to it.
@@ -99,12 +178,15 @@ class FewTokensConfig(ModelBuiltConfig):
         self.packed_modules_mapping = of_checkpoint.packed_modules_mapping
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """SGLang's method for a layer, with our product if it is an FP8 linear layer."""
+        """SGLang's method for a layer, with our product if it is an FP8 linear layer and the product serves it."""
         method = self.of_checkpoint.get_quant_method(layer, prefix)
         many = getattr(method, FP8_PRODUCT, None)
         if many is None:
             return method
-        if is_deep_gemm(many):
+        if multiplies_all_tokens():
+            say("by dsv4_kernels.linear")
+            set_attribute(method, FP8_PRODUCT)
+        elif is_deep_gemm(many):
             say(f"at most {MOST_TOKENS} tokens by dsv4_kernels.linear, more by SGLang's product")
             set_attribute(method, FP8_PRODUCT)
         else:

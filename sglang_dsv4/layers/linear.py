@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsv4_kernels.linear import linear, linear_fp32
 from dsv4_kernels.quant import fp8_quantise
 from sglang_dsv4.layers import fp8_linear
-from sglang_dsv4.layers.fp8_linear import FewTokensConfig
+from sglang_dsv4.layers.fp8_linear import OurProductConfig
 from sglang_dsv4.model_config.config import ACTIVATION_BLOCK, Config, ConfigError
 from sglang_dsv4.seam.bases import ModelBuiltConfig
 
@@ -71,7 +71,8 @@ class SublayerInput(NamedTuple):
 def quantises_once(config: Config) -> bool:
     """Whether our kernels, not SGLang's, quantise the input of FP8 products, once for all products with that input.
 
-    They do on Hopper, whose products take fp32 scales. Blackwell's products need another layout, which SGLang makes.
+    They do where our product multiplies (`fp8_linear.most_tokens`): it takes fp32 scales, as DeepGEMM does on Hopper.
+    SGLang's products on Blackwell need another layout, which SGLang makes.
     """
     on_gpu = not builds_on_cpu() and torch.cuda.is_available()
     return on_gpu and quantises_once_on(torch.cuda.get_device_capability()[0], config)
@@ -79,7 +80,7 @@ def quantises_once(config: Config) -> bool:
 
 def quantises_once_on(generation: int, config: Config) -> bool:
     """`quantises_once` for GPUs of this major compute capability (9: Hopper)."""
-    return generation == 9 and config.qat.activations_fp8
+    return fp8_linear.most_tokens(generation) > 0 and config.qat.activations_fp8
 
 
 class ReferenceLinearMethod(LinearMethodBase):
@@ -178,7 +179,7 @@ def quantised_linear_config(config: Config, quant_config: QuantizationConfig | N
     if quant_config is None:
         return None
     if quantises_once(config):
-        return FewTokensConfig(quant_config)
+        return OurProductConfig(quant_config)
     fp8_linear.say("by SGLang's product")
     return quant_config
 

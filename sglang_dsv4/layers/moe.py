@@ -20,6 +20,7 @@ from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, togethe
 from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
+from sglang_dsv4.layers.nvfp4_experts import packed_experts_of
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.peer_sums import Part
 from sglang_dsv4.layers.rank_sum import dtype_of_parts, output_of_experts
@@ -31,7 +32,7 @@ from sglang_dsv4.weights.updates.host_part import HostPart
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
-    from dsv4_kernels.moe.sm90.launch import Work
+    from sglang_dsv4.layers.packed_experts import Work
 
 
 class Gate(nn.Module):
@@ -200,7 +201,7 @@ class MoE(nn.Module):
         if builds_on_cpu():
             self.experts = ReferenceExperts(config)
         elif packed_experts.is_chosen():
-            self.experts = PackedExperts(config, f"{prefix}.experts")
+            self.experts = packed_experts_of(config, f"{prefix}.experts")
         else:
             self.experts = FusedExperts(config, layer_id, expert_quant_config, f"{prefix}.experts")
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
@@ -225,7 +226,7 @@ class MoE(nn.Module):
         )
         dtype = dtype_of_parts(x.device, x.dtype) if self.tp_size > 1 else x.dtype
         if isinstance(self.experts, PackedExperts):
-            quantised = given.fp8 if joins(tokens) else None
+            quantised = given.fp8 if self.experts.takes_codes(joins(tokens)) else None
             slot_rows, shared = side_by_side(
                 lambda: self.experts.multiply(x, work, quantised), lambda: shared_expert.down(hidden), tokens
             )

@@ -1,25 +1,33 @@
-"""Routed experts that multiply the checkpoint's own MXFP4 weights by this package's kernels: the MoE runner "dsv4".
+"""Routed experts that multiply the checkpoint's own FP4 weights by this package's kernels: the MoE runner "dsv4".
 
-It runs on Hopper (`dsv4_kernels.moe.sm90`). `sglang_dsv4.seam.moe_runner` decides when it is chosen.
+It runs on Hopper (`dsv4_kernels.moe.sm90`) and Blackwell (`dsv4_kernels.moe.sm100`). `sglang_dsv4.seam.moe_runner`
+decides when it is chosen.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
 from torch import Tensor, nn
 
+from dsv4_kernels.moe.weights import LAYOUTS, arrange_in_place
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.local_experts import LocalExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
-from sglang_dsv4.seam.moe_runner import RUNNER, reason_against
+from sglang_dsv4.seam.moe_runner import KERNELS, RUNNER, reason_against
 
 if TYPE_CHECKING:
-    from dsv4_kernels.moe.sm90.launch import Work
+    from dsv4_kernels.moe import Mxfp4Experts, Nvfp4Experts
+    from dsv4_kernels.moe.sm90.launch import Work as HopperWork
+    from dsv4_kernels.moe.sm90.weights import HopperExperts
+    from dsv4_kernels.moe.sm100.launch import Work as BlackwellWork
+
+    Work = HopperWork | BlackwellWork
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +40,22 @@ def is_chosen() -> bool:
     return get_moe_runner_backend().value == RUNNER
 
 
+def kernels_of_gpu() -> str:
+    """The implementation in `dsv4_kernels.moe` whose kernels run on this process's GPU: "sm90" or "sm100"."""
+    return KERNELS[torch.cuda.get_device_capability()[0]]
+
+
+def launch_module(name: str) -> ModuleType:
+    """The module with `plan_work`, `multiply_all` and `sum_products` of an implementation of `kernels_of_gpu`."""
+    if name == "sm90":
+        from dsv4_kernels.moe.sm90 import launch
+    else:
+        from dsv4_kernels.moe.sm100 import launch
+    return launch
+
+
 class PackedExperts(LocalExperts):
-    """This rank's routed experts, in four parameters: codes and scales of both matrices, packed as they are stored.
+    """This rank's routed experts in MXFP4, in four parameters: codes and scales of both matrices, packed as stored.
 
     After loading the weights are rearranged in place for the kernels: the parameters keep their shapes, but their
     values are no longer in the checkpoint's order. Loading again overwrites all of them.
@@ -42,44 +64,46 @@ class PackedExperts(LocalExperts):
         ConfigError: the kernels do not serve this GPU, weight format or size.
     """
 
+    numbers = "mxfp4"
+    """Format of the weights, as `reason_against` names it."""
+
     def __init__(self, config: Config, prefix: str) -> None:
         super().__init__(config)
-        d = config.hidden_size
         reason = reason_against(
             torch.cuda.get_device_capability(),
-            not config.nvfp4_experts,
-            d,
+            self.numbers,
+            config.hidden_size,
             config.moe_intermediate_size,
             self.channel_ranks,
         )
         if reason is not None:
             raise ConfigError("moe_runner_backend", RUNNER, f"another one: {reason}")
         self.prefix, self.swiglu_limit = prefix, config.swiglu_limit
-        channels = self.num_local_channels
+        self.kernels = kernels_of_gpu()
+        channels, d = self.num_local_channels, config.hidden_size
         for name, rows, k in (("w13_weight", 2 * channels, d), ("w2_weight", d, channels)):
-            codes = random_codes(self.num_local_experts, rows, k // 2)
-            scale = torch.full((self.num_local_experts, rows, k // GROUP), 127, dtype=torch.uint8)
-            for suffix, tensor in (("", codes), ("_scale_inv", scale.view(torch.float8_e8m0fnu))):
-                self.add_parameter(name + suffix, tensor)
+            self._add_matrix(name, rows, k)
         self.quant_method = AfterLoading(self.arrange, derives=False)
         self.arranged, self.seconds = None, 0.0
 
+    def _add_matrix(self, name: str, rows: int, k: int) -> None:
+        """Register the parameters of one matrix [rows, k] of all local experts."""
+        codes = random_codes(self.num_local_experts, rows, k // 2)
+        scale = torch.full((self.num_local_experts, rows, k // GROUP), 127, dtype=torch.uint8)
+        for suffix, tensor in (("", codes), ("_scale_inv", scale.view(torch.float8_e8m0fnu))):
+            self.add_parameter(name + suffix, tensor)
+
     def _new_part(self, param: nn.Parameter, matrix: str, local_expert: int) -> PackedPart:
         weight, scale = getattr(self, f"{matrix}_weight"), getattr(self, f"{matrix}_weight_scale_inv")
-        return PackedPart(weight.data[local_expert], scale.data[local_expert], gate_up=matrix == "w13")
+        return PackedPart(self.kernels, weight.data[local_expert], scale.data[local_expert], gate_up=matrix == "w13")
 
     def _put(self, part: PackedPart, param: nn.Parameter, rows: slice, values: Tensor) -> None:
         part.put(param is self.w13_weight_scale_inv or param is self.w2_weight_scale_inv, rows, values)
 
     def arrange(self) -> None:
         """Rearrange the loaded weights, in place, into the order that the kernels read."""
-        from dsv4_kernels.moe.sm90.weights import HopperExperts, arrange
-
         begin = time.perf_counter()
-        w13 = arrange(self.w13_weight.data, self.w13_weight_scale_inv.data, gate_up=True, in_place=True)
-        w2 = arrange(self.w2_weight.data, self.w2_weight_scale_inv.data, gate_up=False, in_place=True)
-        self.arranged = HopperExperts(w13, w2)
-        rounded = w13.rounded + w2.rounded
+        self.arranged, rounded = self._arranged()
         if rounded:
             logger.warning(
                 "%s: %d of %d codes were rounded: their scales are more than 2^11 below the largest of their row, and "
@@ -88,6 +112,11 @@ class PackedExperts(LocalExperts):
             )
         self.seconds = time.perf_counter() - begin
 
+    def _arranged(self) -> tuple[HopperExperts | Mxfp4Experts | Nvfp4Experts, int]:
+        """(the experts for the kernels, in the parameters' memory; codes that were rounded)."""
+        matrices = (self.w13_weight, self.w13_weight_scale_inv, self.w2_weight, self.w2_weight_scale_inv)
+        return arrange_in_place(self.kernels, *(matrix.data for matrix in matrices))
+
     def plan(self, weights: Tensor, experts: Tensor) -> Work:
         """The slots and work tiles of this rank's experts.
 
@@ -95,10 +124,12 @@ class PackedExperts(LocalExperts):
             weights: [T, k] fp32.
             experts: [T, k] int32, numbers among the experts of all ranks.
         """
-        from dsv4_kernels.moe.sm90.launch import plan_work
-
         assert self.arranged is not None, f"{self.prefix}: weights were never loaded"
-        return plan_work(weights, experts, self.arranged, self.first_local_expert)
+        return launch_module(self.kernels).plan_work(weights, experts, self.arranged, self.first_local_expert)
+
+    def takes_codes(self, joins: bool) -> bool:
+        """Whether `multiply` is given quantised tokens that the layer has; on Hopper where launches are joined."""
+        return joins or self.kernels != "sm90"
 
     def multiply(self, x: Tensor, work: Work, quantised: tuple[Tensor, Tensor] | None) -> Tensor:
         """The weighted outputs of this rank's experts, for `sum`.
@@ -108,9 +139,7 @@ class PackedExperts(LocalExperts):
             work: the result of `plan`.
             quantised: codes and scales of x, which save a launch with few tokens; None to make them.
         """
-        from dsv4_kernels.moe.sm90.launch import multiply_all
-
-        return multiply_all(x, work, self.arranged, self.swiglu_limit, quantised)
+        return launch_module(self.kernels).multiply_all(x, work, self.arranged, self.swiglu_limit, quantised)
 
     def sum(self, slot_rows: Tensor, work: Work, shared: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's part of the sum over experts, the shared expert included: [T, d] in `dtype`.
@@ -121,20 +150,20 @@ class PackedExperts(LocalExperts):
             shared: [T, d] bf16, the shared expert's part.
             dtype: of the result, fp32 or bf16.
         """
-        from dsv4_kernels.moe.sm90.launch import sum_products
-
-        return sum_products(slot_rows, work, dtype, shared)
+        return launch_module(self.kernels).sum_products(slot_rows, work, dtype, shared)
 
 
 class PackedPart:
     """One matrix of one expert in a weight update: codes and scales in host memory, rearranged when they are exchanged.
 
     Args:
+        kernels: "sm90" or "sm100", for which the matrix is arranged.
         codes, scale: int8 [rows, K / 2] and ue8m0 [rows, K / 32], the matrix's memory, already arranged.
         gate_up: whether its rows are the rows of w1, then of w3.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, gate_up: bool) -> None:
+    def __init__(self, kernels: str, codes: Tensor, scale: Tensor, gate_up: bool) -> None:
+        self._layout = LAYOUTS[kernels]
         self._memory, self._gate_up = (codes, scale), gate_up
         self.values = tuple(torch.empty_like(tensor, device="cpu") for tensor in self._memory)
         self._missing = set(range(2 if gate_up else 1))  # halves of the rows, or all rows, whose scales have not come
@@ -161,19 +190,17 @@ class PackedPart:
         self.values, self._is_arranged = old, True
 
     def _arranged(self) -> tuple[Tensor, Tensor]:
-        from dsv4_kernels.moe.sm90.weights import arrange, in_checkpoint_order
-
         codes, scale = (
             value.to(memory.device, copy=True) for value, memory in zip(self.values, self._memory, strict=True)
         )
         if self._missing:
-            served = in_checkpoint_order(*(memory[None] for memory in self._memory), gate_up=self._gate_up)
+            served = self._layout.in_checkpoint_order(*(memory[None] for memory in self._memory), gate_up=self._gate_up)
             half = len(codes) // 2
             for part in self._missing:
                 rows = slice(part * half, (part + 1) * half) if self._gate_up else slice(None)
                 for new, old in zip((codes, scale), served, strict=True):
                     new.view(torch.uint8)[rows] = old[0, rows]
-        self.rounded = arrange(codes[None], scale[None], gate_up=self._gate_up, in_place=True).rounded
+        self.rounded = self._layout.arrange(codes[None], scale[None], gate_up=self._gate_up, in_place=True).rounded
         return codes, scale
 
 

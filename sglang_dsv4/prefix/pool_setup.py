@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from sglang.srt.distributed import get_tp_group
@@ -11,12 +12,15 @@ from sglang.srt.runtime_context import get_context, get_exec, get_memory
 from dsv4_radix_cache.ledger import Ledger
 from dsv4_radix_cache.placement import Placement
 from dsv4_radix_cache.tail_store import TailStore
+from sglang_dsv4.cache import transfer
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.kv_pool import DraftOf, Dsv4KVPool
 from sglang_dsv4.cache.pool_configurator import geometry_of, tail_slots
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions, TailSizes, least_of_ranks
+from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO
+from sglang_dsv4.seam import compat
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -58,9 +62,16 @@ def build_kv_pool(
         draft_of=draft_of,
         device=kvc.device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
+        layout=layout_of(kvc, geometry),
     )
     logger.info("%s\n%s", "Draft worker" if kvc.is_draft_worker else "Target worker", pool.plan.table())
     return pool
+
+
+def layout_of(kvc: KVCacheConfigurator, geometry: PoolGeometry) -> str:
+    """The layout in which the pool of another server must agree to exchange pages and rings with the worker's."""
+    model = blake2b(repr(Config.from_hf(kvc.model_config.hf_config)).encode(), digest_size=8).hexdigest()
+    return transfer.describe(geometry, compat.our_version(), model)
 
 
 def new_ledger(geometry: PoolGeometry, tails: TailSizes) -> Ledger:

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_memory
+from sglang.srt.runtime_context import get_disagg, get_memory
 
 from dsv4_radix_cache import invariants
 from dsv4_radix_cache.host_pages import HostPages
@@ -86,19 +86,21 @@ class Dsv4PrefixCache(RankedRadixCache):
         page_copies: PageCopies | None = None,
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         open_storage: Callable[[Dsv4PrefixCache], StorageTier] | None = None,
+        rings_arrive: bool = False,
     ) -> None:
         """Make an empty tree.
 
         Args:
             params: SGLang's.
-            ledger: the ledger of the worker's KV pool. It may be left out only when `params.disable` is set: then the
-                tree matches and keeps nothing.
+            ledger: the ledger of the worker's KV pool. It may be left out when `params.disable` is set, where the tree
+                matches and keeps nothing, or when the rings of every request arrive from another server.
             tier_bytes: memory of each tier's tails, for the metrics.
             page_copies: the pool's queue of page copies; None without `--enable-hierarchical-cache`.
             policy: when pages are saved to host memory.
             open_storage: makes the storage tier for this cache; None without `--hicache-storage-backend`.
+            rings_arrive: a decode server's cache: a match may end at any page, since its requests bring their rings.
         """
-        if ledger is None and not params.disable:
+        if ledger is None and not params.disable and not rings_arrive:
             raise ValueError("a prefix cache without tails must be disabled")
         self.ledger = ledger
         self.storage: StorageTier | None = None  # `super().__init__` resets the tree and the tiers
@@ -344,6 +346,9 @@ def create_prefix_cache(ctx: TreeCacheBuildContext) -> Dsv4PrefixCache:
             "sglang-dsv4 does not support --enable-hierarchical-cache without tails, at which a request continues a "
             "stored prefix: unset SGLANG_DSV4_TAIL_SLOTS, which is 0"
         )
+    if not ctx.disable_radix_cache and get_disagg().disaggregation_mode == "decode":
+        logger.info("Prefix reuse is on: requests arrive with their rings, so a stored prefix may end at any page.")
+        return Dsv4PrefixCache(ctx.params, rings_arrive=True)
     if ctx.disable_radix_cache or ledger is None:
         why = "--disable-radix-cache" if ctx.disable_radix_cache else "SGLANG_DSV4_TAIL_SLOTS=0"
         logger.info("Prefix reuse is off (%s): every request is computed from its first token.", why)

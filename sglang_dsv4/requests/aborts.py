@@ -36,9 +36,20 @@ def end_the_request(original: Callable[[Scheduler, AbortReq], None], scheduler: 
 
 
 def known_requests(scheduler: Scheduler) -> set[Req]:
-    """The requests that SGLang compares with an abort's id: waiting, waiting for a grammar, running."""
+    """The requests that SGLang compares with an abort's id: waiting, waiting for a grammar, running.
+
+    On a prefill or decode server also those that wait for the other server, travel, or were retracted.
+    """
     chunked = scheduler.chunked_req
+    bootstrap, preallocation = scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_decode_prealloc_queue
+    between: list[Req] = []
+    if bootstrap is not None:
+        between += [*bootstrap.queue, *scheduler.disagg_prefill_inflight_queue]
+    if preallocation is not None:
+        arriving = (*preallocation.queue, *scheduler.disagg_decode_transfer_queue.queue)
+        between += [*(entry.req for entry in arriving), *preallocation.retracted_queue]
     return {
+        *between,
         *scheduler.waiting_queue,
         *scheduler.grammar_manager.grammar_queue,
         *scheduler.collect_inflight_reqs(),

@@ -95,7 +95,12 @@ def to_host(values: Tensor) -> Tensor:
 def is_adjusted(info: SamplingBatchInfo) -> bool:
     """Whether penalties, biases, grammars or custom logit processors change the logits of a batch."""
     tensors = (info.acc_additive_penalties, info.acc_scaling_penalties, info.logit_bias, info.grammars)
-    return info.has_custom_logit_processor or any(values is not None for values in tensors)
+    penalisers = info.penalizer_orchestrator  # a forward's without overlap and drafts; else the tensors hold penalties
+    return (
+        info.has_custom_logit_processor
+        or (penalisers is not None and penalisers.is_required)
+        or any(values is not None for values in tensors)
+    )
 
 
 def mark_adjusted_rows(logits: Tensor, info: SamplingBatchInfo) -> None:

@@ -128,6 +128,7 @@ def default_arguments(
             defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
         if arguments.max_running_requests is None:
             defaults["max_running_requests"] = CPU_MAX_RUNNING_REQUESTS
-        if arguments.speculative_algorithm == "DSPARK":
-            defaults["disable_overlap_schedule"] = True  # SGLang does the same for EAGLE on a CPU
+        if arguments.speculative_algorithm == "DSPARK" or arguments.disaggregation_mode != "null":
+            # SGLang does the same for EAGLE on a CPU; a prefill server's overlapping loop makes events of a GPU.
+            defaults["disable_overlap_schedule"] = True
     return defaults

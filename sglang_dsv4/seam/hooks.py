@@ -9,6 +9,7 @@ changes to SGLang that have no row. Targets are names of SGLang 0.5.23.
 
 from __future__ import annotations
 
+from sglang_dsv4.seam.disaggregation_hooks import DISAGGREGATION
 from sglang_dsv4.seam.hook_kinds import KINDS, Hook, Kind, Process
 
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -394,6 +395,7 @@ HOOKS = (
          Process.SCHEDULER, "sglang_dsv4.prefix.rank_choice:dispatch",
          "a request goes to the data-parallel rank where most of its prompt is cached",
          "load-balancing methods can be registered"),
+    *DISAGGREGATION,
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",
@@ -453,8 +455,8 @@ HOOKS = (
          f"{_DRAWN}.sampler:use_log_softmax", "log-probabilities are `log_softmax` in every batch "
          "(`requests.sampling.sampler.start`)", _SEEDS),
     Hook(f"sglang.srt.layers.quantization.fp8.Fp8LinearMethod.{FP8_PRODUCT}", Kind.ATTRIBUTE, Process.SCHEDULER,
-         "sglang_dsv4.layers.fp8_linear:few_tokens_product", "FP8 linear layers of few tokens multiply by our kernel "
-         "(`layers.fp8_linear.FewTokensConfig`)", "SGLang's FP8 products can be registered"),
+         "sglang_dsv4.layers.fp8_linear:our_product", "FP8 linear layers multiply by our kernel: few tokens on Hopper, "
+         "any number on Blackwell (`layers.fp8_linear.OurProductConfig`)", "SGLang's FP8 products can be registered"),
     Hook(f"{_RUNNER}.forward_batch_info.{FORWARD_IS_ON_CPU}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_CPU}.overrides:is_on_cpu", "while a batch is padded, it is on a CPU (`cpu.overrides.pad_on_cpu`)",
          _ASKS_PLATFORM, only_cpu=True),

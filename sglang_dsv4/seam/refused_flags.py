@@ -70,6 +70,7 @@ CHOOSE_CARDS = "CUDA_VISIBLE_DEVICES chooses the GPUs, SGLANG_CPU_OMP_THREADS_BI
 PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and deepseekv4, or auto"
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
 OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
+UNTESTED = "it was never tested between servers; leave it out"
 OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
 TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave it out"
 
@@ -227,12 +228,7 @@ REFUSALS = (
     ),
     Refusal("--msprobe-dump-config", other_than(None), DUMPS),
     # ---- disaggregation
-    Refusal(
-        "--disaggregation-mode",
-        other_than("null"),
-        "rings and compressor states are not transferred between servers",
-    ),
-    *flags("--enable-pd-role-switch", bool, "rings and compressor states are not transferred between servers"),
+    *flags("--enable-pd-role-switch", bool, "a server's pools are those of its role; leave it out"),
     Refusal("--decoupled-spec-role", other_than("null"), "a draft runs in its target's server; leave it out"),
     *flags("--encoder-only --language-only", bool, "the model reads text only; leave it out"),
     # ---- drafts
@@ -292,6 +288,8 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             "never checked. Leave one of the two out."
         )
     refuse_with_groups(arguments)
+    if arguments.disaggregation_mode != "null":
+        refuse_with_transfers(arguments)
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
 
@@ -336,6 +334,46 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
         raise ValueError(
             f"sglang-dsv4 does not support SGLANG_SCHEDULER_SKIP_ALL_GATHER {beside}: a forward needs the rows of all "
             "groups; unset it"
+        )
+
+
+BETWEEN_SERVERS = (
+    Refusal(
+        "--disaggregation-transfer-backend",
+        other_than("mooncake", "mooncake_tcp"),
+        "only Mooncake's transfers were tested; use mooncake or mooncake_tcp",
+    ),
+    Refusal("--disaggregation-decode-allocation-policy", other_than("early"), UNTESTED),
+    *flags("--disaggregation-decode-enable-offload-kvcache --disaggregation-enable-kv-checksum", bool, UNTESTED),
+    Refusal(
+        "--disaggregation-decode-retraction-backup",
+        other_than(None, "cpu_tensor"),
+        "a retracted request is copied to the host, pages and rings; leave it out",
+    ),
+    Refusal("--disaggregation-decode-host-receive-threshold", other_than(1, 1.0), UNTESTED),
+    *flags("--optimistic-prefill-attempts", above(0), UNTESTED),
+    *flags("--nnodes --dp-size --attn-dp-size", above(1), "start a pair of servers for each; leave it out"),
+    Refusal("--enable-memory-saver", bool, UNTESTED),
+)
+"""Refused with --disaggregation-mode."""
+
+
+def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for what a server can't be combined with that sends to another one, or receives.
+
+    Raises:
+        ValueError: names the flag, its value and why.
+    """
+    mode = f"with --disaggregation-mode {arguments.disaggregation_mode}"
+    for refusal in BETWEEN_SERVERS:
+        value = getattr(arguments, refusal.argument)
+        if refusal.is_refused(value):
+            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
+            raise ValueError(f"sglang-dsv4 does not support {shown} {mode}: {refusal.why}")
+    if arguments.disaggregation_mode == "decode" and arguments.enable_hierarchical_cache:
+        raise ValueError(
+            f"sglang-dsv4 does not support --enable-hierarchical-cache {mode}: a decode server computes no prompt that "
+            "could continue a stored prefix. Give the flag to the prefill server."
         )
 
 

@@ -123,11 +123,12 @@ def check_scheduler(result: None, scheduler: Scheduler, *args: Any, **kwargs: An
     """
     if not compat.is_ours(scheduler.model_config.hf_config.architectures):
         return
-    from sglang_dsv4.warmup import startup_times
+    from sglang_dsv4.warmup import operators, startup_times
 
     require_ready(scheduler.model_config.hf_config.architectures)
     parts = vars(live.require_live(scheduler)).items()
     listed = ", ".join(f"{part.replace('_', ' ')} {value.__qualname__}" for part, value in parts)
     logger.info("sglang_dsv4: %d hooks installed in the scheduler (docs/hooks.md)", len(install.installed()))
+    operators.log_operators_of_sglang(scheduler.tp_worker.model_runner.model)
     logger.info("sglang_dsv4 start-up: %s", startup_times.summary())
     logger.info("sglang_dsv4 %s is live on SGLang %s: %s", compat.our_version(), compat.sglang_version(), listed)

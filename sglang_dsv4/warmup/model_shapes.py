@@ -43,6 +43,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
     entry_and_key = (geometry.row_dim, geometry.index_dim)
     wo_a = grouped_projection.kept(config, generation, geometry.dtype)
     packed = on_gpu and packed_experts.is_chosen()
+    nvfp4 = config.nvfp4_experts and not is_draft  # a draft's experts stay MXFP4
     joins = on_gpu and concurrent.is_on()
     return ModelShapes(
         attention=attention_shapes(geometry, heads, device),
@@ -61,8 +62,9 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         experts_per_token=config.num_experts_per_tok,
         routes_by_token_id=bool(config.num_hash_layers),
         fp8_wo_a_tokens=grouped_projection.most_tokens_in_fp8(wo_a),
-        fp8_linear_tokens=fp8_linear.MOST_TOKENS if generation is not None and quantises else 0,
-        packed_experts=packed,
+        fp8_linear_tokens=fp8_linear.most_tokens(generation) if generation is not None and quantises else 0,
+        packed_experts=packed and not nvfp4,
+        nvfp4_experts=packed and nvfp4,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
         experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
         shared_channels=config.moe_intermediate_size // get_parallel().tp_size if joins else 0,

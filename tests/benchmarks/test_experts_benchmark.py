@@ -46,7 +46,7 @@ def test_every_variant_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> 
     packed = bench_experts.random_experts(model, cpu)
     with emulated(arch="sm_90a", multiprocessors=4):
         variants = bench_experts.ours(packed, True)
-        assert len(variants) == 6
+        assert len(variants) == 9
         contenders = {
             name: variants[name] for name in ("ours", "ours_by_narrow")
         }  # other variants only take longer to compile
@@ -55,6 +55,8 @@ def test_every_variant_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> 
         errors = {row[key] for key in row if key.endswith("release_rel_err")}
         assert len(errors) == 1 and errors.pop() < 0.005  # all have the same bits
         assert bench_experts.line(row).count("9.0") == len(contenders)
+        contenders["ours_by_few_codes"] = contenders["ours_by_few"] = variants["ours_by_few"]
+        assert not {key for key in bench_experts.run_case("flash-six-t40", *arguments) if "few" in key}  # 40 tokens
         right = contenders["ours_by_narrow"]
         contenders["ours_by_narrow"] = lambda i: right(i) * 1.02
         with pytest.raises(AssertionError, match=r"ours_by_narrow is off by .* nothing is timed"):

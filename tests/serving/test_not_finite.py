@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
+import torch
 from model.checkpoint_tensors import changed_tensor
 from serving.server import SLEEP_ON_IDLE, Server, output_logprobs, running_server
 from serving.speculation import ALGORITHMS, drafting_flags
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers import finite
+from sglang_dsv4.requests import not_finite
 
 TIMEOUT_S = 300
 KNOWN = [0, *range(300, 340)]
@@ -62,6 +65,23 @@ def test_a_request_that_forbids_every_token_gets_a_reason(server: Server, temper
         assert beside.result() == before
     assert known(server) == before
     assert ended(server, "adjusted") == count + 2
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_row_without_tokens_is_marked_with_and_without_overlap(overlap: bool) -> None:
+    """Without overlap and drafts SGLang keeps penalties in the penalisers only: such rows were sampled from."""
+    info = SimpleNamespace(
+        acc_additive_penalties=torch.zeros(2, 4) if overlap else None,
+        acc_scaling_penalties=None,
+        logit_bias=None,
+        grammars=None,
+        has_custom_logit_processor=False,
+        penalizer_orchestrator=None if overlap else SimpleNamespace(is_required=True),
+    )
+    logits = torch.tensor([[-torch.inf] * 4, [-torch.inf, 0.0, -torch.inf, 1.0]])
+    not_finite.mark_adjusted_rows(logits, info)  # type: ignore[arg-type]
+    assert info.unusable.tolist() == [True, False]
+    assert logits[0].tolist() == [0.0] * 4
 
 
 SERVERS = {"plain": (PRESETS["tiny"], ()), **{name: (ALGORITHMS[name][0], drafting_flags(name)) for name in ALGORITHMS}}

@@ -192,6 +192,27 @@ def test_penalties_of_a_retracted_request_go_on(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_a_sampled_token_is_counted_with_and_without_overlap(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """Without overlap SGLang gives a forward the batch's own sampling parameters, and no copy: nothing was counted."""
+    from sglang.srt.sampling import penaltylib
+
+    parameters = SimpleNamespace(frequency_penalty=0.5)
+    batch = penalties.Rows([SimpleNamespace(sampling_params=parameters)], "cpu")  # type: ignore[arg-type]
+    orchestrator = penaltylib.BatchedPenalizerOrchestrator(16, batch, {penaltylib.BatchedFrequencyPenalizer})
+    info = SimpleNamespace(penalizer_orchestrator=orchestrator, temperatures=torch.ones(1))
+    monkeypatch.setattr(live, "_live", object())
+    of_forward = SimpleNamespace(penalizer_orchestrator=None) if overlap else info
+    if overlap:
+        penalties.remember_source(of_forward, info)  # type: ignore[arg-type]
+    for _ in range(2):
+        forward = SimpleNamespace(sampling_info=of_forward)
+        penalties.count_sampled(torch.tensor([3]), None, None, forward)  # type: ignore[arg-type]
+    logits = torch.zeros(1, 16)
+    orchestrator.accumulate_additive_penalties(logits)
+    assert logits[0, 3] == -1.0 and logits.count_nonzero() == 1
+
+
 def test_a_thinking_budget_follows_its_request_through_merges_and_filters() -> None:
     from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 

@@ -15,7 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES = {"sglang_dsv4/env.py", "kernels/host/environment.py"}
 # These pass the environment to a process, hash it as part of a key, or read the user's cache folder from it; tiled.py
 # sets a limit of oneDNN before torch is imported.
-WHOLE_ENVIRONMENT = {"kernels/host/compile_cache.py", "kernels/host/compile_pool.py", "kernels/linear/tiled.py"}
+WHOLE_ENVIRONMENT = {
+    "kernels/host/compile_cache.py",
+    "kernels/host/compile_pool.py",
+    "kernels/linear/tiled.py",
+    "sglang_dsv4/kernel_check/children.py",
+}
 
 
 def sources() -> list[Path]:

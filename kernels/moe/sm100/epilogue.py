@@ -10,6 +10,7 @@ from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.tcgen05 import as_float, load_tmem, tmem_columns
 from dsv4_kernels.moe.activation import swiglu
+from dsv4_kernels.moe.sm100.nvfp4 import NVFP4_BLOCK, block_scale, to_e2m1
 from dsv4_kernels.moe.sm100.plan import (
     ACCUMULATORS,
     CHUNK,
@@ -22,9 +23,7 @@ from dsv4_kernels.moe.sm100.plan import (
     Numbers,
     Product,
 )
-
-NVFP4_BLOCK = 16
-LEAST_E4M3 = 2.0**-9
+from dsv4_kernels.moe.sm100.tiles import expert_of, slots_of
 
 
 @cute.jit
@@ -44,11 +43,10 @@ def finish_tiles(
     largest = Int32((smem + plan.largest_offset).toint())
     tiles = Int32(0)
     for index in cutlass.range(first, end, stride):
-        tile = Int64(index // a.row_tiles) * 4
-        first_slot, num_slots = ptx.load_i32(a.tile_first + tile), ptx.load_i32(a.tile_count + tile)
+        first_slot, num_slots = slots_of(a, index)
         row_tile = index % a.row_tiles
         if cutlass.const_expr(plan.numbers is Numbers.NVFP4):
-            of_expert = a.factors + Int64(ptx.load_i32(a.tile_expert + tile)) * 8
+            of_expert = a.factors + Int64(expert_of(a, index)) * 8
             factor, up_factor = ptx.load_f32(of_expert), ptx.load_f32(of_expert + 4)
         buffer = stage_of(tiles, ACCUMULATORS)
         wait(barriers, Barrier.DONE + buffer.index, buffer.phase)
@@ -100,8 +98,7 @@ def store_nvfp4(a: Arguments, hidden: list, slot: Int32, count: Int32, row_tile:
     width = a.row_tiles * TILE_ROWS
     for i in cutlass.range_constexpr(CHUNK):
         largest = bf16_rows.max_over_lanes(bf16_rows.magnitude(hidden[i]), NVFP4_BLOCK)
-        wanted = ptx.fmax(bf16_rows.divide(largest, largest_code), Float32(LEAST_E4M3))
-        scale, value = to_e4m3(wanted)
+        scale, value = block_scale(largest, largest_code)
         quotient = bf16_rows.divide(hidden[i], bf16_rows.mul(value, factor))
         code = to_e2m1(quotient, cute.arch.shuffle_sync_bfly(quotient, offset=1))
         if i < count:
@@ -110,28 +107,6 @@ def store_nvfp4(a: Arguments, hidden: list, slot: Int32, count: Int32, row_tile:
                 ptx.asm("st.global.b8 [{$r0}], {$r1};", [], a.out + channel // 2, code)
             if thread % NVFP4_BLOCK == 0:
                 ptx.asm("st.global.b8 [{$r0}], {$r1};", [], a.out_scales + channel // NVFP4_BLOCK, scale)
-
-
-def to_e4m3(x: Float32) -> tuple:
-    """(byte, value) of the nearest e4m3, at most 448. PTX text: the rounding and saturation define the bits."""
-    return ptx.asm(
-        "{\n.reg .b16 code, low, high;\n.reg .b32 pair;\ncvt.rn.satfinite.e4m3x2.f32 code, {$r0}, {$r0};\n"
-        "cvt.rn.f16x2.e4m3x2 pair, code;\nmov.b32 {low, high}, pair;\ncvt.f32.f16 {$w1}, low;\n"
-        "cvt.u32.u16 {$w0}, code;\n}",
-        [Uint32, Float32],
-        x,
-    )
-
-
-def to_e2m1(low: Float32, high: Float32) -> Uint32:
-    """A byte of the two nearest e2m1, at most 6, in all bytes of the word. PTX text, for the rounding."""
-    return ptx.asm(
-        "{\n.reg .b8 code;\ncvt.rn.satfinite.e2m1x2.f32 code, {$r1}, {$r0};\n"
-        "mov.b32 {$w0}, {code, code, code, code};\n}",
-        [Uint32],
-        low,
-        high,
-    )
 
 
 @cute.jit
@@ -169,7 +144,7 @@ def store_e4m3(
             place = Int64(slot + i)
             ptx.asm("st.global.b8 [{$r0}], {$r1};", [], a.out + place * width + row_tile * TILE_ROWS + thread, code)
             if thread == 0:
-                ptx.store_u32(a.out_scales + (place * a.row_tiles + row_tile) * 4, exponent * 0x01010101)
+                ptx.store_f32(a.out_scales + (place * a.row_tiles + row_tile) * 4, e4m3.scale_of(exponent))
 
 
 def rounded(values: list) -> list:

@@ -16,8 +16,9 @@ of work tiles is in global memory. Warps of a CTA, and their waits:
 Gate and up are two accumulators with the same lanes, so SwiGLU needs no exchange, and the 128 channels of a work tile
 are whole blocks of h's quantiser.
 
-With MXFP4 weights the activations' scale of 128 channels is repeated four times in a word, because an instruction's K
-is 32 channels. All of K is summed in tensor memory in one order, so a slot's bits depend neither on its neighbours nor
+With MXFP4 weights the scale of 128 channels of the activations, fp32 in global memory, becomes a ue8m0 four times in a
+word, because an instruction's K is 32 channels: the thread that copied it rewrites it in shared memory. All of K is
+summed in tensor memory in one order, so a slot's bits depend neither on its neighbours nor
 on their number.
 """
 
@@ -52,6 +53,7 @@ from dsv4_kernels.moe.sm100.plan import (
     Product,
     Warp,
 )
+from dsv4_kernels.moe.sm100.tiles import expert_of, slots_of
 
 PRODUCT_BYTES = SWIZZLE_ROW_BYTES // PRODUCTS_PER_STEP
 AHEAD = 3
@@ -158,8 +160,7 @@ def load_weights(
     steps = a.k // plan.step
     count = Int32(0)
     for index in cutlass.range(first, end, stride):
-        expert = ptx.load_i32(a.tile_expert + Int64(index // a.row_tiles) * 4)
-        row = expert * a.rows + index % a.row_tiles * TILE_ROWS
+        row = expert_of(a, index) * a.rows + index % a.row_tiles * TILE_ROWS
         for step in cutlass.range(steps):
             wait_until_empty(barriers, count, plan)
             stage = stage_of(count, plan.stages).index
@@ -210,18 +211,17 @@ def load_tokens(
             ptx.asm("st.shared.b32 [{$r0}], 0;", [], base + offset + scale_place)
     count = Int32(0)
     for index in cutlass.range(first, end, stride):
-        tile = Int64(index // a.row_tiles) * 4
-        first_slot, num_slots = ptx.load_i32(a.tile_first + tile), ptx.load_i32(a.tile_count + tile)
+        first_slot, num_slots = slots_of(a, index)
         rows = []
         for i in cutlass.range_constexpr(plan.tokens // CHUNK):
             column = thread // 8 + i * CHUNK
-            row = source_row(a, first_slot + column, column < num_slots, plan)
+            row, exists = source_row(a, first_slot + column, column < num_slots, plan)
             place = column * SWIZZLE_ROW_BYTES + ((thread % 8) ^ (column % 8)) * CHUNK
-            address = a.x + row * (a.k // plan.codes_per_byte) + thread % 8 * CHUNK
-            rows.append((address, place, cutlass.select_(column < num_slots, 16, 0)))
-        scale_row = source_row(a, first_slot + thread, thread < num_slots, plan)
-        scales = a.x_scales + scale_row * steps * (4 * plan.scale_tiles)
-        scale_bytes = cutlass.select_(thread < num_slots, Int32(4), Int32(0))
+            address = a.x + row * a.x_row_bytes + thread % 8 * CHUNK
+            rows.append((address, place, cutlass.select_(exists, 16, 0)))
+        scale_row, has_scale = source_row(a, first_slot + thread, thread < num_slots, plan)
+        scales = a.x_scales + scale_row * a.scale_row_bytes
+        scale_bytes = cutlass.select_(has_scale, Int32(4), Int32(0))
         for step in cutlass.range(steps):
             wait_until_empty(barriers, count, plan)
             target = base + stage_of(count, plan.stages).index * plan.stage_bytes
@@ -230,29 +230,41 @@ def load_tokens(
             if thread < plan.tokens:
                 for part in cutlass.range_constexpr(plan.scale_tiles):
                     target_of_part = target + (scales_offset + part * SCALE_TILE_BYTES) + scale_place
-                    ptx.copy_4_bytes_async(target_of_part, scales + (step * plan.scale_tiles + part) * 4, scale_bytes)
+                    address = scales + Int64(step) * a.scale_step_bytes + part * 4
+                    ptx.copy_4_bytes_async(target_of_part, address, scale_bytes)
             cute.arch.cp_async_commit_group()
             if count >= AHEAD:
                 cute.arch.cp_async_wait_group(AHEAD)
-                publish_tokens(barriers, count - AHEAD, plan)
+                publish_tokens(barriers, count - AHEAD, thread, base + (scales_offset + scale_place), plan)
             count = count + 1
     cute.arch.cp_async_wait_group(0)
     for late in cutlass.range(cutlass.max(count - AHEAD, 0), count):
-        publish_tokens(barriers, late, plan)
+        publish_tokens(barriers, late, thread, base + (scales_offset + scale_place), plan)
 
 
 @cute.jit
-def source_row(a: Arguments, slot: Int32, exists: cutlass.Boolean, plan: cutlass.Constexpr) -> Int64:
-    """The row of x that a slot multiplies; 0 for a column without a slot."""
-    row = cutlass.select_(exists, slot, Int32(0))
+def source_row(a: Arguments, slot: Int32, exists: cutlass.Boolean, plan: cutlass.Constexpr) -> tuple:
+    """(row of x that a slot multiplies, whether there is one): a column without a slot, or whose slot pads a group,
+    has row 0."""
+    row = cutlass.select_(exists, slot, Int32(-1))
     if cutlass.const_expr(plan.product is Product.GATE_UP):
-        row = ptx.load_or_zeros(Int32, 1, a.source + Int64(slot) * 4, Int32(exists), cache="")
-    return Int64(row)
+        row = ptx.load_or_zeros(Int32, 1, a.source + Int64(slot) * 4, Int32(exists), cache="", otherwise=-1)
+    return Int64(cutlass.max(row, 0)), row >= 0
 
 
 @cute.jit
-def publish_tokens(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Constexpr) -> None:
-    """Signals that this warp's copies for a step are complete and visible to the tensor core."""
+def publish_tokens(
+    barriers: cutlass.Pointer, count: Int32, thread: Int32, scale: Int32, plan: cutlass.Constexpr
+) -> None:
+    """Signals that this warp's copies for a step are complete and visible to the tensor core.
+
+    `scale` is the address of this thread's fp32 scale in the first stage; it becomes its ue8m0 four times.
+    """
+    if cutlass.const_expr(plan.numbers is Numbers.MXFP8_MXFP4):
+        if thread < plan.tokens:
+            address = scale + stage_of(count, plan.stages).index * plan.stage_bytes
+            exponent = ptx.as_u32(ptx.load_shared_f32(address)) >> 23
+            ptx.store_shared_u32(address, exponent * 0x01010101)
     prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
     arrive(barriers + (Barrier.TOKENS + stage_of(count, plan.stages).index))
 

@@ -1,69 +1,71 @@
-"""The launches of the experts on Blackwell (sm_100a): weights, work list, both products, and the sum (kernel.py)."""
+"""The launches of the experts on Blackwell (sm_100a): work list, quantiser, first product, second product, sum.
+
+Sizes of all buffers follow from shapes, and the host never waits for the device: CUDA graphs can capture a call. The
+first product quantises h itself, so there is one quantiser, and none if the caller has quantised tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.model_shapes import ModelShapes
+from dsv4_kernels.moe import sums, work_list
+from dsv4_kernels.moe.sm100 import nvfp4
 from dsv4_kernels.moe.sm100.kernel import launch
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Arguments, Numbers, Plan, Product
 from dsv4_kernels.moe.weights import Mxfp4Experts, Nvfp4Experts
-from dsv4_kernels.number_formats import encode_nvfp4
+from dsv4_kernels.moe.work_list import Listed
+from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP
 from dsv4_kernels.registry import select
 
 STEP = 128
-"""Channels that share a scale of the activations."""
+"""Channels that share a scale of MXFP4's activations."""
+WIDTHS = (16, 32, 64, 96)
+"""Slots of a work tile: the N of an instruction."""
+
+Packed = Mxfp4Experts | Nvfp4Experts
 
 
-class WorkList(NamedTuple):
-    """Slots in the order of their experts, divided into tiles. Sizes follow from shapes: the host does not wait."""
+class Rows(NamedTuple):
+    """Quantised rows of tokens or slots."""
 
-    source: Tensor  # int32 [T * k]: the token of each slot
-    routing: Tensor  # fp32 [T * k]: its weight
-    slots: Tensor  # int64 [T, k]: the slots of a token, by rising expert; T * k where the expert is of another rank
-    tile_expert: Tensor  # int32 [tiles]
-    tile_first: Tensor  # int32 [tiles]
-    tile_count: Tensor  # int32 [tiles]
-    num_tiles: Tensor  # int32 [1]: number of tiles
+    codes: Tensor  # e4m3 [rows, K], or e2m1 uint8 [rows, K / 2]; channels are contiguous
+    scales: Tensor  # fp32 powers of two [rows, K / 128] of any strides, or e4m3 [rows, K / 16], channels contiguous
 
 
-def work_list(weights: Tensor, experts: Tensor, num_experts: int, offset: int, tokens: int) -> WorkList:
-    """The work list of the pairs of token and expert.
+class Work(NamedTuple):
+    """The work of a call: the result of `plan_work`."""
 
-    Args:
-        weights: [T, k] fp32.
-        experts: [T, k] integer, among all experts.
-        num_experts: experts of this rank; the first has id `offset`.
-        offset: id of this rank's first expert.
-        tokens: slots of a tile.
+    experts: Tensor  # [T, k] int32
+    listed: Listed
+    tokens: int
+    """Slots of a work tile at most."""
+    overlaps: bool
+    """Whether launches begin early."""
+
+
+def numbers_of(packed: Packed) -> Numbers:
+    """The number formats of the products with these weights."""
+    return Numbers.NVFP4 if isinstance(packed, Nvfp4Experts) else Numbers.MXFP8_MXFP4
+
+
+def tokens_of_a_tile(tokens: int, chosen: int, num_experts: int) -> int:
+    """The slots of a work tile, of WIDTHS: as many as two times an expert's mean, or as all tokens of the call.
+
+    An expert with more slots than a tile reads its weights once for each of its tiles. All widths give the same bits.
     """
-    pairs, chosen = experts.numel(), experts.shape[1]
-    local = experts.long() - offset
-    key = torch.where((local >= 0) & (local < num_experts), local, num_experts).flatten()
-    ordered, order = key.sort(stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=key.device))
-    counts = bounds.diff()
-    ends = ((counts + tokens - 1) // tokens).cumsum(0)
-    tile = torch.arange(min(pairs, num_experts + pairs // tokens), device=key.device)
-    expert = torch.searchsorted(ends, tile, right=True).clamp(max=num_experts - 1)
-    within = (tile - (ends[expert] - (counts[expert] + tokens - 1) // tokens)) * tokens
-    slot_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(pairs, device=key.device))
-    slot_of_pair = torch.where(key < num_experts, slot_of_pair, pairs)
-    return WorkList(
-        source=(order // chosen).int(),
-        routing=weights.flatten()[order],
-        slots=slot_of_pair.view(-1, chosen).sort(1).values,
-        tile_expert=expert.int(),
-        tile_first=(bounds[expert] + within).int(),
-        tile_count=(counts[expert] - within).clamp(min=0, max=tokens).int(),
-        num_tiles=ends[-1:].int(),
-    )
+    wanted = min(tokens, -(-2 * tokens * chosen // num_experts))
+    return next((width for width in WIDTHS if wanted <= width), WIDTHS[-1])
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
@@ -71,90 +73,226 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_launcher("experts_sm100", plan, arch, launch, Arguments, Int32, plan)
 
 
-def run(
+def plan_work(
+    weights: Tensor,
+    experts: Tensor,
+    packed: Packed,
+    expert_offset: int = 0,
+    tokens: int | None = None,
+    overlaps: bool | None = None,
+) -> Work:
+    """The slots and work tiles of the routed experts of this rank, for one token at least.
+
+    Args:
+        weights: [T, k] fp32.
+        experts: [T, k] integer, among all experts.
+        packed: weights of this rank.
+        expert_offset: id of the rank's first expert.
+        tokens: slots of a work tile; None chooses by the numbers of tokens and experts. The bits are the same.
+        overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
+
+    Raises:
+        ValueError: there are more experts than the work list supports.
+    """
+    weights, experts = weights.float().contiguous(), experts.int().contiguous()
+    tokens = tokens or tokens_of_a_tile(*experts.shape, packed.num_experts)
+    if overlaps is None:
+        overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS
+    with dependent_launch.switched(overlaps):
+        arch = architecture("sm100", experts.device)
+        listed = work_list.list_work(weights, experts, packed.num_experts, expert_offset, tokens, arch)
+    return Work(experts, listed, tokens, overlaps)
+
+
+def multiply(
     plan: Plan,
-    listed: WorkList,
-    limit: float,
+    listed: Listed,
+    x: Rows,
     weight: Tensor,
     weight_scale: Tensor,
-    x: Tensor,
-    x_scales: Tensor,
-    out: Tensor,
-    out_scales: Tensor,
+    out: Rows | Tensor,
+    limit: float = 0.0,
     factors: Tensor | None = None,
     hidden_factor: Tensor | None = None,
 ) -> None:
-    """Launches one product, which writes a row of `out`, and of GATE_UP also of `out_scales`, for each slot.
+    """Launches one product, which writes a row for each slot of the list, slots that pad a group included.
 
     Args:
-        plan: the product, and the slots of a tile with which `listed` was made.
+        plan: the product, and at least the slots of a tile with which `listed` was made.
         listed: the slots.
-        limit: swiglu_limit.
-        weight: int8 or uint8 [E, rows, k / 2].
-        weight_scale: uint8 [E, rows / 128, k / 128 (NVFP4: k / 64), 512].
-        x: e4m3 [rows of x, k], or e2m1 uint8 [rows of x, k / 2]: tokens for GATE_UP, slots for DOWN.
-        x_scales: int32 [rows of x, k / 128], see `scale_words`; NVFP4: e4m3 [rows of x, k / 16].
-        out: as x but [slots, I], or bf16 [slots, d].
-        out_scales: as x_scales; not written by DOWN.
+        x: rows of tokens for GATE_UP, of slots for DOWN.
+        weight: int8 or uint8 [E, rows, K / 2].
+        weight_scale: uint8 [E, rows / 128, K / 128 (NVFP4: K / 64), 512].
+        out: h of all slots, contiguous, or bf16 [slots, d] for DOWN.
+        limit: swiglu_limit, for GATE_UP.
         factors: NVFP4: fp32 [E, 2], see `Arguments`.
         hidden_factor: NVFP4, GATE_UP: fp32 [], the scale of h.
     """
     experts, rows, half = weight.shape
     row_tiles = rows // plan.matrices // TILE_ROWS
+    codes, scales = x
+    of_step = 1 if plan.numbers is Numbers.MXFP8_MXFP4 else plan.step // nvfp4.NVFP4_BLOCK
     arguments = Arguments(
         weights=weight.data_ptr(),
         weight_scales=weight_scale.data_ptr(),
         weight_rows=experts * rows,
         rows=rows,
         k=2 * half,
-        x=x.data_ptr(),
-        x_scales=x_scales.data_ptr(),
+        x=codes.data_ptr(),
+        x_row_bytes=stride_bytes(codes, 0),
+        x_scales=scales.data_ptr(),
+        scale_row_bytes=stride_bytes(scales, 0),
+        scale_step_bytes=of_step * stride_bytes(scales, 1),
         source=listed.source.data_ptr(),
         routing=listed.routing.data_ptr(),
         limit=limit,
-        tile_expert=listed.tile_expert.data_ptr(),
-        tile_first=listed.tile_first.data_ptr(),
-        tile_count=listed.tile_count.data_ptr(),
-        num_tiles=listed.num_tiles.data_ptr(),
+        tiles=listed.tiles.data_ptr(),
+        num_tiles=listed.totals.data_ptr(),
         row_tiles=row_tiles,
-        out=out.data_ptr(),
-        out_scales=out_scales.data_ptr(),
+        out=out.codes.data_ptr() if isinstance(out, Rows) else out.data_ptr(),
+        out_scales=out.scales.data_ptr() if isinstance(out, Rows) else 0,
         factors=0 if factors is None else factors.data_ptr(),
         hidden_factor=0 if hidden_factor is None else hidden_factor.data_ptr(),
     )
-    num_ctas = min(hardware_multiprocessors(x.device), len(listed.tile_expert) * row_tiles)
-    compile(plan, architecture("sm100", x.device))(arguments, Int32(num_ctas), current_stream(x.device))
+    num_ctas = min(hardware_multiprocessors(codes.device), listed.groups * row_tiles)
+    compile(plan, architecture("sm100", codes.device))(arguments, Int32(num_ctas), current_stream(codes.device))
 
 
-def tokens_of_a_tile(pairs: int, num_experts: int) -> int:
-    """N of the products: the smallest of 16, 32 and 64 that holds an expert's mean number of slots, otherwise 96."""
-    mean = -(-pairs // num_experts)
-    return next((tokens for tokens in (16, 32, 64) if mean <= tokens), 96)
+def quantise(x: Tensor, packed: Packed) -> Rows:
+    """Tokens as the first product takes them.
+
+    Args:
+        x: [T, d] bf16.
+        packed: the weights.
+    """
+    if isinstance(packed, Nvfp4Experts):
+        return Rows(*nvfp4.quantise(x, packed.w13_input, architecture("sm100", x.device)))
+    return Rows(*select("fp8_quantise", x.device, x.dtype)(x, STEP, False))
 
 
-def scale_words(scales: Tensor) -> Tensor:
-    """int32 words with the ue8m0 of each fp32 power of two four times: an instruction has a scale for 32 channels."""
-    return (scales.contiguous().view(torch.int32) >> 23) * 0x01010101
+def hidden_rows(x: Rows, packed: Packed, work: Work, limit: float) -> Rows:
+    """h of every slot, quantised; rows of slots after the last group are undefined.
+
+    Args:
+        x: tokens, see `quantise`.
+        packed: the weights.
+        work: the result of `plan_work`.
+        limit: swiglu_limit.
+    """
+    slots, channels, device = work.listed.groups * GROUP, packed.channels, x.codes.device
+    if isinstance(packed, Nvfp4Experts):
+        hidden = Rows(
+            torch.empty(slots, channels // 2, dtype=torch.uint8, device=device),
+            torch.empty(slots, channels // nvfp4.NVFP4_BLOCK, dtype=torch.float8_e4m3fn, device=device),
+        )
+        factors, hidden_factor = packed.gate_up_factors, packed.w2_input
+    else:
+        hidden = Rows(
+            torch.empty(slots, channels, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(slots, channels // STEP, dtype=torch.float32, device=device),
+        )
+        factors = hidden_factor = None
+    plan = Plan(Product.GATE_UP, work.tokens, numbers_of(packed))
+    multiply(plan, work.listed, x, packed.w13, packed.w13_scale, hidden, limit, factors, hidden_factor)
+    return hidden
 
 
-def hidden_rows(x: Tensor, packed: Mxfp4Experts, listed: WorkList, limit: float, tokens: int) -> tuple[Tensor, Tensor]:
-    """h of every slot: e4m3 [slots, I], and its scales as `scale_words`; slots of other ranks are not written."""
-    pairs, channels = len(listed.source), packed.channels
-    codes, scales = select("fp8_quantise", x.device, x.dtype)(x, STEP, False)
-    hidden = torch.empty(pairs, channels, dtype=torch.float8_e4m3fn, device=x.device)
-    hidden_scales = torch.empty(pairs, channels // STEP, dtype=torch.int32, device=x.device)
-    plan = Plan(Product.GATE_UP, tokens)
-    words = scale_words(scales)
-    run(plan, listed, limit, packed.w13, packed.w13_scale, codes, words, hidden, hidden_scales)
-    return hidden, hidden_scales
-
-
-def output_rows(hidden: Tensor, scales: Tensor, packed: Mxfp4Experts, listed: WorkList, tokens: int) -> Tensor:
-    """w2 h of every slot: bf16 [slots + 1, d]; the last row is zeros, slots of other ranks are not written."""
-    rows = torch.empty(len(hidden) + 1, packed.hidden_size, dtype=torch.bfloat16, device=hidden.device)
-    rows[len(hidden)].zero_()
-    run(Plan(Product.DOWN, tokens), listed, 0.0, packed.w2, packed.w2_scale, hidden, scales, rows, scales)
+def output_rows(hidden: Rows, packed: Packed, work: Work) -> Tensor:
+    """w2 h of every slot: bf16 [slots, d]; rows of slots after the last group are undefined."""
+    rows = torch.empty(len(hidden.codes), packed.hidden_size, dtype=torch.bfloat16, device=hidden.codes.device)
+    factors = packed.down_factors if isinstance(packed, Nvfp4Experts) else None
+    plan = Plan(Product.DOWN, work.tokens, numbers_of(packed))
+    multiply(plan, work.listed, hidden, packed.w2, packed.w2_scale, rows, factors=factors)
     return rows
+
+
+def multiply_all(
+    x: Tensor, work: Work, packed: Packed, swiglu_limit: float, quantised: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The weighted output of every slot of `work`: bf16 [slots, d]; rows of slots after the last are undefined.
+
+    Args:
+        x: [T, d] bf16.
+        work: the result of `plan_work`.
+        packed: weights of this rank.
+        swiglu_limit: clamp of gate and up.
+        quantised: MXFP4: `fp8_quantise(x, 128)`, scales of any strides, which saves a launch.
+
+    Raises:
+        ValueError: rows of x, or of its codes, cannot be read 16 bytes at a time.
+    """
+    check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
+    with dependent_launch.switched(work.overlaps):
+        if quantised is None or isinstance(packed, Nvfp4Experts):
+            rows = quantise(x, packed)
+        else:
+            rows = Rows(*quantised)
+            check_codes(rows.codes, packed.hidden_size)
+        return output_rows(hidden_rows(rows, packed, work, swiglu_limit), packed, work)
+
+
+def check_codes(codes: Tensor, hidden_size: int) -> None:
+    """Refuses codes of tokens that the first product cannot gather."""
+    rows_apart = codes.stride(0) if len(codes) > 1 else 0
+    if codes.shape[1] != hidden_size or codes.stride(1) != 1 or rows_apart % 16 or codes.data_ptr() % 16:
+        raise ValueError(
+            f"mxfp4_experts_forward on sm100: codes of tokens must be [T, {hidden_size}] with contiguous channels and "
+            f"rows at multiples of 16 bytes; got {tuple(codes.shape)} with strides {codes.stride()} at "
+            f"{codes.data_ptr():#x}"
+        )
+
+
+def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+    """The sum over the experts of each token: [T, d] in `dtype`.
+
+    Args:
+        slot_rows: the result of `multiply_all`.
+        work: the result of `plan_work`.
+        dtype: fp32 or bf16.
+        shared: [T, d] bf16, output of the shared expert, added to the sum; for a bf16 result, to the rounded sum.
+
+    Raises:
+        ValueError: rows of `shared` cannot be read 16 bytes at a time.
+    """
+    with dependent_launch.switched(work.overlaps):
+        arch = architecture("sm100", slot_rows.device)
+        return sums.sum_rows(slot_rows, work.experts, work.listed, dtype, shared, arch)
+
+
+def check_packed(name: str, packed: Packed, of_type: type, multiple: int) -> None:
+    """Refuses weights that the kernels can't read.
+
+    Raises:
+        ValueError: they have not been arranged by `tiled`, or d or I is not a multiple of `multiple`.
+    """
+    if not isinstance(packed, of_type) or not packed.in_tiles:
+        raise ValueError(f"{name} on sm100 needs scales in tiles; call {of_type.__name__}.tiled() once at load")
+    if packed.hidden_size % multiple or packed.channels % multiple:
+        raise ValueError(
+            f"{name} on sm100: d is {packed.hidden_size}, I {packed.channels}; expected multiples of {multiple}"
+        )
+
+
+def experts_forward(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    packed: Packed,
+    swiglu_limit: float,
+    expert_offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shared: Tensor | None = None,
+    tokens: int | None = None,
+    overlaps: bool | None = None,
+) -> Tensor:
+    """The weighted sum over the routed experts of this rank: [T, d] in `dtype`.
+
+    Args and errors: as for `plan_work`, `multiply_all` and `sum_products`.
+    """
+    if not x.shape[0]:
+        return x.new_empty(x.shape, dtype=dtype)
+    work = plan_work(weights, experts, packed, expert_offset, tokens, overlaps)
+    return sum_products(multiply_all(x, work, packed, swiglu_limit), work, dtype, shared)
 
 
 def mxfp4_experts_forward(
@@ -165,18 +303,8 @@ def mxfp4_experts_forward(
     Raises:
         ValueError: the scales have not been arranged by `Mxfp4Experts.tiled`, or d or I is no multiple of 128.
     """
-    num_experts, d, channels = packed.num_experts, packed.hidden_size, packed.channels
-    if not packed.in_tiles:
-        raise ValueError("mxfp4_experts_forward on sm100 needs scales in tiles; call Mxfp4Experts.tiled() once at load")
-    if d % STEP or channels % STEP:
-        raise ValueError(f"mxfp4_experts_forward on sm100: d is {d}, I {channels}; expected multiples of {STEP}")
-    pairs = experts.numel()
-    if not pairs:
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    tokens = tokens_of_a_tile(pairs, num_experts)
-    listed = work_list(weights, experts, num_experts, expert_offset, tokens)
-    hidden, scales = hidden_rows(x, packed, listed, swiglu_limit, tokens)
-    return summed(output_rows(hidden, scales, packed, listed, tokens), listed)
+    check_packed("mxfp4_experts_forward", packed, Mxfp4Experts, STEP)
+    return experts_forward(x, weights, experts, packed, swiglu_limit, expert_offset)
 
 
 def nvfp4_experts_forward(
@@ -187,48 +315,30 @@ def nvfp4_experts_forward(
     Raises:
         ValueError: the scales have not been arranged by `Nvfp4Experts.tiled`, or d or I is no multiple of 256.
     """
-    num_experts, d, channels = packed.num_experts, packed.hidden_size, packed.channels
-    if not packed.in_tiles:
-        raise ValueError("nvfp4_experts_forward on sm100 needs scales in tiles; call Nvfp4Experts.tiled() once at load")
-    if d % 256 or channels % 256:
-        raise ValueError(f"nvfp4_experts_forward on sm100: d is {d}, I {channels}; expected multiples of 256")
-    pairs = experts.numel()
-    if not pairs:
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    tokens = tokens_of_a_tile(pairs, num_experts)
-    listed = work_list(weights, experts, num_experts, expert_offset, tokens)
-    hidden, scales = nvfp4_hidden_rows(x, packed, listed, swiglu_limit, tokens)
-    return summed(nvfp4_output_rows(hidden, scales, packed, listed, tokens), listed)
+    check_packed("nvfp4_experts_forward", packed, Nvfp4Experts, 2 * STEP)
+    return experts_forward(x, weights, experts, packed, swiglu_limit, expert_offset)
 
 
-def nvfp4_hidden_rows(
-    x: Tensor, packed: Nvfp4Experts, listed: WorkList, limit: float, tokens: int
-) -> tuple[Tensor, Tensor]:
-    """h of every slot: e2m1 uint8 [slots, I / 2] and e4m3 [slots, I / 16]."""
-    pairs, channels = len(listed.source), packed.channels
-    codes, scales = encode_nvfp4(x, packed.w13_input)
-    hidden = torch.empty(pairs, channels // 2, dtype=torch.uint8, device=x.device)
-    hidden_scales = torch.empty(pairs, channels // 16, dtype=torch.float8_e4m3fn, device=x.device)
-    plan = Plan(Product.GATE_UP, tokens, Numbers.NVFP4)
-    factors = (packed.w13_global * packed.w13_input).contiguous()
-    scaled = (packed.w13_scale, codes, scales, hidden, hidden_scales, factors, packed.w2_input)
-    run(plan, listed, limit, packed.w13, *scaled)
-    return hidden, hidden_scales
+def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs of all kernels of `experts_forward` with MXFP4 weights, for launches that begin early and for those
+    that do not."""
+    return _jobs(model, arch, Numbers.MXFP8_MXFP4)
 
 
-def nvfp4_output_rows(hidden: Tensor, scales: Tensor, packed: Nvfp4Experts, listed: WorkList, tokens: int) -> Tensor:
-    """w2 h of every slot, as `output_rows`."""
-    rows = torch.empty(len(hidden) + 1, packed.hidden_size, dtype=torch.bfloat16, device=hidden.device)
-    rows[len(hidden)].zero_()
-    plan = Plan(Product.DOWN, tokens, Numbers.NVFP4)
-    factors = (packed.w2_global * packed.w2_input)[:, None].repeat(1, 2)
-    run(plan, listed, 0.0, packed.w2, packed.w2_scale, hidden, scales, rows, scales, factors)
-    return rows
+def nvfp4_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
+    """Compile jobs as `compile_jobs`, with NVFP4 weights."""
+    return _jobs(model, arch, Numbers.NVFP4)
 
 
-def summed(rows: Tensor, listed: WorkList) -> Tensor:
-    """fp32 [T, d]: the sums of each token's rows by rising expert, in an order that does not depend on the batch."""
-    out = torch.zeros(len(listed.slots), rows.shape[1], dtype=torch.float32, device=rows.device)
-    for choice in range(listed.slots.shape[1]):
-        out += rows[listed.slots[:, choice]]
-    return out
+def _jobs(model: ModelShapes, arch: str, numbers: Numbers) -> list[Callable[[], object]]:
+    summed = sums.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
+    jobs: list[Callable[[], object]] = [
+        *(partial(compile, Plan(product, tokens, numbers), arch) for tokens in WIDTHS for product in Product),
+        partial(sums.compile, summed, arch),
+        partial(work_list.compile, arch),
+    ]
+    if numbers is Numbers.NVFP4:
+        jobs.append(partial(nvfp4.compile, arch))
+    # Calls of more than EARLY_TOKENS tokens launch nothing early.
+    early = dict.fromkeys((dependent_launch.is_on(), False))
+    return [partial(dependent_launch.compiled, job, on) for on in early for job in jobs]

@@ -195,16 +195,17 @@ class Arguments(NamedTuple):
     rows: Int32  # of an expert
     k: Int32
     x: Int64  # e4m3 [rows of x, k], or e2m1 [rows of x, k / 2]
-    x_scales: Int64  # int32 [rows of x, k / 128]: a ue8m0 four times; NVFP4: e4m3 [rows of x, k / 16]
-    source: Int64  # int32 [slots]: the row of x; unused by DOWN, whose rows are the slots
+    x_row_bytes: Int64
+    x_scales: Int64  # fp32 powers of two [rows of x, k / 128]; NVFP4: e4m3 [rows of x, k / 16]
+    scale_row_bytes: Int64
+    scale_step_bytes: Int64  # from the scales of a stage to those of the next
+    source: Int64  # int32 [slots]: the row of x, negative: zeros; unused by DOWN, whose rows are the slots
     routing: Int64  # fp32 [slots]: routing weight; unused by DOWN
     limit: Float32
-    tile_expert: Int64  # int32 [tiles]
-    tile_first: Int64  # int32 [tiles]: first slot
-    tile_count: Int64  # int32 [tiles]: slots
+    tiles: Int64  # int32 [tiles, workspace.TILE_WORDS], see `workspace.TileField`
     num_tiles: Int64  # int32 [1]
     row_tiles: Int32  # of 128 output rows: I / 128 or d / 128
     out: Int64  # GATE_UP: h, as x; DOWN: bf16 [slots, d]
-    out_scales: Int64  # GATE_UP: scales of h, as x_scales
+    out_scales: Int64  # GATE_UP: scales of h, as x_scales, contiguous
     factors: Int64  # NVFP4: fp32 [E, 2]: an expert's factor times the input's, of gate and up; DOWN uses the first
     hidden_factor: Int64  # NVFP4, GATE_UP: fp32 [1], scale of h

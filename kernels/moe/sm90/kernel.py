@@ -39,7 +39,6 @@ from dsv4_kernels.moe.sm90.plan import (
     Arguments,
     Plan,
     Product,
-    TileField,
 )
 from dsv4_kernels.moe.sm90.products import LEFT_WORDS, fragments, multiply, multiply_and_convert
 from dsv4_kernels.moe.sm90.weights import (
@@ -51,7 +50,7 @@ from dsv4_kernels.moe.sm90.weights import (
     UNIT_ROWS,
     UNIT_SHIFT_BYTES,
 )
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
+from dsv4_kernels.moe.workspace import GROUP, TILE_WORDS, TileField
 
 SLOTS_AT_ONCE = 4
 """Slots of which a warp copies 128 bytes each with one instruction."""
@@ -442,15 +441,43 @@ def finish(
         if j < groups:
             for b in cutlass.range_constexpr(2):
                 slot = Int64(first_group * GROUP + 8 * j + lane % 4 * 2 + b)
-                first, second = mul(sums[4 * j + b], upper), mul(sums[4 * j + 2 + b], lower)
+                pair = mul(sums[4 * j + b], upper), mul(sums[4 * j + 2 + b], lower)
+                weight = Float32(0.0)
                 if cutlass.const_expr(plan.product is Product.GATE_UP):
-                    h = mul(ptx.load_f32(args.routing + slot * 4), swiglu(rounded(first), rounded(second), args.limit))
-                    channel = row_tile * CHANNELS + unit * (UNIT_ROWS // 2) + lane // 4
-                    ptx.store_bf16(args.out + (slot * args.row_tiles * CHANNELS + channel) * 2, h)
-                else:
-                    channel = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4 * 2
-                    address = args.out + (slot * args.row_tiles * TILE_ROWS + channel) * 2
-                    ptx.store_u32(address, ptx.pack_bf16(first, second))
+                    weight = ptx.load_f32(args.routing + slot * 4)
+                store_slot(args, plan.product, (row_tile, unit, lane), slot, pair, weight)
+
+
+@cute.jit
+def store_slot(
+    args: Arguments,
+    product: cutlass.Constexpr[Product],
+    place: tuple,
+    slot: Int32 | Int64,
+    pair: tuple,
+    weight: Float32,
+) -> None:
+    """Stores a lane's channel of h, or its two neighbouring channels of an output row, of a slot.
+
+    Args:
+        args: arguments of the kernel.
+        product: the product.
+        place: (row tile, index of the warp's 16 rows in it, lane).
+        slot: the slot.
+        pair: the products of the lane's upper and lower row.
+        weight: routing weight of the slot, for GATE_UP.
+    """
+    row_tile, unit, lane = place
+    first, second = pair
+    slot = Int64(slot)
+    if cutlass.const_expr(product is Product.GATE_UP):
+        h = mul(weight, swiglu(rounded(first), rounded(second), args.limit))
+        channel = row_tile * CHANNELS + unit * (UNIT_ROWS // 2) + lane // 4
+        ptx.store_bf16(args.out + (slot * args.row_tiles * CHANNELS + channel) * 2, h)
+    else:
+        channel = row_tile * TILE_ROWS + unit * UNIT_ROWS + lane // 4 * 2
+        address = args.out + (slot * args.row_tiles * TILE_ROWS + channel) * 2
+        ptx.store_u32(address, ptx.pack_bf16(first, second))
 
 
 def rounded(x: Float32) -> Float32:

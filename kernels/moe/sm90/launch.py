@@ -1,12 +1,13 @@
 """The launches of the experts on Hopper (sm_90a): work list, quantiser, first product, quantiser, second product, sum.
+The products of few tokens quantise their input themselves.
 
 Sizes of all buffers follow from shapes, and the host never waits for the device: CUDA graphs can capture a call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,55 +15,55 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows, dependent_launch
-from dsv4_kernels.host import joint_launch
-from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host.addresses import address
+from dsv4_kernels.host.arch import ARCHITECTURES, H200_MULTIPROCESSORS, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
-from dsv4_kernels.moe.sm90 import rows, work_list
+from dsv4_kernels.moe import sums, work_list
+from dsv4_kernels.moe.sm90 import few_kernel, rows
 from dsv4_kernels.moe.sm90.kernel import launch
-from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE, Arguments, Plan, Product, Shape
+from dsv4_kernels.moe.sm90.plan import (
+    FEW,
+    NARROW,
+    PAIRED,
+    WIDE,
+    Arguments,
+    FewPlan,
+    Plan,
+    Product,
+    Shape,
+    few_ctas,
+    few_plan,
+)
 from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS, HopperExperts, HopperMatrix
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS, most_groups
+from dsv4_kernels.moe.work_list import NEVER, Listed
+from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
+FEW_TILES = H200_MULTIPROCESSORS
+"""Work tiles of a token's first product by NARROW below which FEW is chosen. With 48 (V4-Flash on four ranks) the
+experts of a token take 22.7 us by FEW and 27.4 by NARROW, those of four tokens 55.9 and 42.0
+(`benchmarks/results/experts_few_h200.json`)."""
 PAIRED_SLOTS = 56
 """Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
-EARLY_TOKENS = 512
-"""Tokens of a call up to which launches may begin early. With more tokens a launch is a small part of the time, and
-waiting CTAs hold memory and issue slots: without early launches a call of 1,024 tokens or more takes 0.97 of the
-time."""
-_NEVER = (1 << 31) - 1
 
 
-class Listed(NamedTuple):
-    """The result of `list_work`. Buffers may be longer than the list; their rest is undefined."""
-
-    slot_of_pair: Tensor  # int32 [T, k]; negative: the expert is on another rank
-    source: Tensor  # int32 [slots]
-    routing: Tensor  # fp32 [slots]
-    group_tile: Tensor  # int32 [groups]
-    tiles: Tensor  # int32 [tiles, TILE_WORDS]
-    totals: Tensor  # int32 [2]: work tiles, groups
-
-    @property
-    def groups(self) -> int:
-        """The most groups of slots that the list can have."""
-        return len(self.group_tile)
-
-
-def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
+def shape_for(tokens: int, chosen: int, num_experts: int, row_tiles: int) -> Shape:
     """The shape of work tiles for a call, from sizes alone. All shapes give the same bits.
 
     Args:
         tokens: tokens of the call, which is also the most slots of an expert.
         chosen: experts of a token.
         num_experts: experts of this rank.
+        row_tiles: work tiles of TILE_ROWS rows of an expert's first product.
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
+    if tokens == 1 and chosen * row_tiles < FEW_TILES:
+        return FEW
     return NARROW if tokens <= NARROW.slots else PAIRED
 
 
@@ -73,12 +74,16 @@ def least_paired_tiles(packed: HopperExperts, multiprocessors: int) -> int:
     busy. If a product has an odd number of steps, a tile could begin at an odd stage, so wide tiles are never used.
     """
     if any(matrix.codes.shape[2] % 2 for matrix in (packed.w13, packed.w2)):
-        return _NEVER
+        return NEVER
     return -(-multiprocessors // min(matrix.codes.shape[1] for matrix in (packed.w13, packed.w2)))
 
 
-def compile(plan: Plan, arch: str = ARCH) -> Callable[..., None]:
+def compile(plan: Plan | FewPlan, arch: str = ARCH) -> Callable[..., None]:
     """The launcher of a product: (arguments, CTAs, stream)."""
+    if isinstance(plan, FewPlan):
+        return load_launcher(
+            f"experts_sm90_few_{plan.product.name.lower()}", plan, arch, few_kernel.launch, Arguments, Int32, plan
+        )
     return load_launcher("experts_sm90", plan, arch, launch, Arguments, Int32, plan)
 
 
@@ -88,7 +93,7 @@ def list_work(
     num_experts: int,
     offset: int,
     shape: Shape,
-    least_paired: int = _NEVER,
+    least_paired: int = NEVER,
 ) -> Listed:
     """The slots and work tiles of a call.
 
@@ -100,45 +105,8 @@ def list_work(
         shape: shape of the products' work tiles.
         least_paired: for a paired shape, see `least_paired_tiles`.
     """
-    device, pairs = experts.device, experts.numel()
-    groups = most_groups(pairs, num_experts)
-    integers = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    listed = Listed(
-        slot_of_pair=integers(experts.shape),
-        source=integers(groups * GROUP),
-        routing=torch.empty(groups * GROUP, dtype=torch.float32, device=device),
-        group_tile=integers(groups),
-        tiles=integers(groups, TILE_WORDS),
-        totals=integers(2),
-    )
-    arguments = work_list.Arguments(
-        experts=experts.data_ptr(),
-        weights=weights.data_ptr(),
-        num_pairs=pairs,
-        chosen=experts.shape[1],
-        num_experts=num_experts,
-        first_expert=offset,
-        tile_groups=shape.room // GROUP,
-        paired_groups=shape.slots // GROUP,
-        least_tiles=least_paired,
-        slot_of_pair=listed.slot_of_pair.data_ptr(),
-        source=listed.source.data_ptr(),
-        routing=listed.routing.data_ptr(),
-        group_tile=listed.group_tile.data_ptr(),
-        tiles=listed.tiles.data_ptr(),
-        totals=listed.totals.data_ptr(),
-    )
-    stream = current_stream(device)
-    joint_launch.run(
-        work_list.PART,
-        ARCH,
-        arguments,
-        1,
-        stream,
-        (weights, experts),
-        alone=lambda: work_list.compile(ARCH)(arguments, stream),
-    )
-    return listed
+    paired = (shape.slots, least_paired) if shape.paired else None
+    return work_list.list_work(weights, experts, num_experts, offset, shape.room, ARCH, paired)
 
 
 def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tensor]:
@@ -169,20 +137,28 @@ def quantise(x: Tensor, listed: Listed, *, chooses: bool) -> tuple[Tensor, Tenso
 
 
 def multiply(
-    plan: Plan, listed: Listed, codes: Tensor, scales: Tensor, weights: HopperMatrix, limit: float = 0.0
+    plan: Plan | FewPlan,
+    listed: Listed,
+    codes: Tensor,
+    scales: Tensor | None,
+    weights: HopperMatrix,
+    limit: float = 0.0,
 ) -> Tensor:
     """One product of all slots: bf16 [slots, I] or [slots, d]; rows of empty slots are undefined.
 
     Args:
         plan: the product, and the shape with which `listed` was made.
         listed: the slots.
-        codes, scales: the result of `quantise`; if the plan gathers, [T, K] float8_e4m3fn and [T, K / 128] fp32.
+        codes, scales: the result of `quantise`; if the plan gathers, [T, K] float8_e4m3fn and [T, K / 128] fp32; if it
+            quantises, bf16 [T, K] for GATE_UP or [slots, K] for DOWN, and None.
         weights: of all experts of the rank.
         limit: swiglu_limit, for GATE_UP.
     """
     _, row_tiles, steps, _ = weights.codes.shape
     columns = row_tiles * TILE_ROWS // (2 if plan.product is Product.GATE_UP else 1)
     out = torch.empty(listed.groups * GROUP, columns, dtype=torch.bfloat16, device=codes.device)
+    few = isinstance(plan, FewPlan)
+    has_scale_strides = scales is not None and (few or plan.gathers)
     arguments = Arguments(
         codes=weights.codes.data_ptr(),
         shifts=weights.shifts.data_ptr(),
@@ -190,10 +166,10 @@ def multiply(
         factors=weights.factors.data_ptr(),
         factor_expert_bytes=stride_bytes(weights.factors, 0),
         tokens=codes.data_ptr(),
-        token_scales=scales.data_ptr(),
-        token_row_bytes=stride_bytes(codes, 0) if plan.gathers else 0,
-        scale_row_bytes=stride_bytes(scales, 0) if plan.gathers else 0,
-        scale_step_bytes=stride_bytes(scales, 1) if plan.gathers else 0,
+        token_scales=address(scales),
+        token_row_bytes=stride_bytes(codes, 0) if few or plan.gathers else 0,
+        scale_row_bytes=stride_bytes(scales, 0) if has_scale_strides else 0,
+        scale_step_bytes=stride_bytes(scales, 1) if has_scale_strides else 0,
         source=listed.source.data_ptr(),
         tiles=listed.tiles.data_ptr(),
         num_tiles=listed.totals.data_ptr(),
@@ -203,30 +179,25 @@ def multiply(
         limit=limit,
         out=out.data_ptr(),
     )
-    ctas = min(plan.shape.ctas_per_sm * hardware_multiprocessors(codes.device), listed.groups * row_tiles)
+    multiprocessors, tiles = hardware_multiprocessors(codes.device), listed.groups * row_tiles
+    if few:
+        ctas = few_ctas(plan, 2 * tiles, multiprocessors)
+    else:
+        ctas = min(plan.shape.ctas_per_sm * multiprocessors, tiles)
     compile(plan)(arguments, Int32(ctas), current_stream(codes.device))
     return out
 
 
-def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
-    """[T, d] in `dtype`: the sums of each token's rows by rising expert, plus `shared` [T, d] bf16."""
-    tokens, chosen = experts.shape
-    d = slot_rows.shape[1]
-    out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
-    chunks = d // bf16_rows.CHUNK
-    arguments = rows.SumArguments(
-        rows=slot_rows.data_ptr(),
-        experts=experts.data_ptr(),
-        slot_of_pair=listed.slot_of_pair.data_ptr(),
-        shared=0 if shared is None else shared.data_ptr(),
-        shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
-        chunks=chunks,
-        num_chunks=tokens * chunks,
-        out=out.data_ptr(),
-    )
-    launcher = rows.compile_sum(rows.Sum(chosen, dtype == torch.float32, shared is not None), ARCH)
-    launcher(arguments, Int32(-(-tokens * chunks // rows.THREADS)), current_stream(out.device))
-    return out
+def sum_rows(
+    slot_rows: Tensor,
+    experts: Tensor,
+    listed: Listed,
+    dtype: torch.dtype,
+    shared: Tensor | None,
+    reads_ahead: bool = False,
+) -> Tensor:
+    """`sums.sum_rows` on Hopper."""
+    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH, reads_ahead)
 
 
 class Work(NamedTuple):
@@ -261,10 +232,6 @@ def plan_work(
         ValueError: there are more experts than the work list supports, or more tokens than a grid of the quantiser
             takes.
     """
-    if packed.num_experts > work_list.MAX_EXPERTS:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: {packed.num_experts} experts on a rank; at most {work_list.MAX_EXPERTS}"
-        )
     groups = most_groups(experts.numel(), packed.num_experts)
     if groups > MOST_CTAS_IN_Y:
         raise ValueError(
@@ -272,7 +239,7 @@ def plan_work(
             f"groups of {GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
         )
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
-    shape = shape or shape_for(*experts.shape, packed.num_experts)
+    shape = shape or shape_for(*experts.shape, packed.num_experts, packed.w13.codes.shape[1])
     least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS
@@ -295,20 +262,30 @@ def multiply_all(
         work: the result of `plan_work`.
         packed: weights of this rank.
         swiglu_limit: clamp of gate and up.
-        quantised: `fp8_quantise(x, 128)`, scales of any strides, which saves a launch if the work has NARROW's shape.
+        quantised: `fp8_quantise(x, 128)`, scales of any strides; used if the work has NARROW's or FEW's shape.
 
     Raises:
         ValueError: rows of x, or of its codes, cannot be read 16 bytes at a time.
     """
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     listed, shape = work.listed, work.shape
-    gathers = quantised is not None and shape is NARROW
+    gathers = quantised is not None and shape in (FEW, NARROW)
     if gathers:
         check_codes(quantised[0], packed.hidden_size)
     with dependent_launch.switched(work.overlaps):
+        if shape is FEW:
+            of_tokens = quantised if gathers else (x, None)
+            gate_up, down = few_plans(packed.hidden_size, gathers)
+            hidden = multiply(gate_up, listed, *of_tokens, packed.w13, swiglu_limit)
+            return multiply(down, listed, hidden, None, packed.w2)
         of_tokens = quantised if gathers else quantise(x, listed, chooses=True)
         hidden = multiply(Plan(Product.GATE_UP, shape, gathers), listed, *of_tokens, packed.w13, swiglu_limit)
         return multiply(Plan(Product.DOWN, shape), listed, *quantise(hidden, listed, chooses=False), packed.w2)
+
+
+def few_plans(hidden_size: int, gathers: bool) -> tuple[FewPlan, FewPlan]:
+    """The plans of both products for few tokens, from d and whether codes of tokens are gathered."""
+    return few_plan(Product.GATE_UP, hidden_size // STEP, quantises=not gathers), few_plan(Product.DOWN)
 
 
 def check_codes(codes: Tensor, hidden_size: int) -> None:
@@ -334,10 +311,9 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
     Raises:
         ValueError: rows of `shared` cannot be read 16 bytes at a time.
     """
-    if shared is not None:
-        check_rows("mxfp4_experts_forward: shared", shared, slot_rows.shape[1])
     with dependent_launch.switched(work.overlaps):
-        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared)
+        # The products of few tokens call `begin`, as does a product of the shared expert after them.
+        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared, reads_ahead=work.shape is FEW)
 
 
 def experts_forward(
@@ -351,6 +327,7 @@ def experts_forward(
     shared: Tensor | None = None,
     shape: Shape | None = None,
     overlaps: bool | None = None,
+    quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The weighted sum over the routed experts of this rank: [T, d] in `dtype`.
 
@@ -360,7 +337,7 @@ def experts_forward(
         return x.new_empty(x.shape, dtype=dtype)
     check_rows("mxfp4_experts_forward: x", x, packed.hidden_size)
     work = plan_work(weights, experts, packed, expert_offset, shape, overlaps)
-    return sum_products(multiply_all(x, work, packed, swiglu_limit), work, dtype, shared)
+    return sum_products(multiply_all(x, work, packed, swiglu_limit, quantised), work, dtype, shared)
 
 
 def mxfp4_experts_forward(
@@ -378,17 +355,19 @@ def mxfp4_experts_forward(
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of all kernels of `experts_forward`, for launches that begin early and for those that do not."""
-    summed = rows.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
+    summed = sums.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
     of_any_call: list[Callable[[], object]] = [
         *(partial(compile, Plan(product, shape), arch) for shape in (PAIRED, WIDE) for product in Product),
         *(partial(rows.compile_quantise, chooses, arch) for chooses in (True, False)),
-        partial(rows.compile_sum, summed, arch),
+        partial(sums.compile, summed, arch),
         partial(work_list.compile, arch),
     ]
-    plans = [Plan(product, NARROW) for product in Product]
+    plans: list[Plan | FewPlan] = [Plan(product, NARROW) for product in Product]
+    plans += few_plans(model.hidden_size, gathers=False)
     if model.joins_launches and model.quantises_inputs:
-        plans.append(Plan(Product.GATE_UP, NARROW, gathers=True))
-    of_few_tokens = [partial(compile, plan, arch) for plan in plans]
+        plans += [Plan(Product.GATE_UP, NARROW, gathers=True), few_plans(model.hidden_size, gathers=True)[0]]
+    of_few_tokens: list[Callable[[], object]] = [partial(compile, plan, arch) for plan in plans]
+    of_few_tokens.append(partial(sums.compile, replace(summed, reads_ahead=True), arch))
     # Calls of more than EARLY_TOKENS tokens launch nothing early.
     early = dict.fromkeys((dependent_launch.is_on(), False))
     return [

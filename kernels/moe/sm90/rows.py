@@ -1,4 +1,4 @@
-"""Rows before and after the products: quantised in the order of the stages, and summed over a token's slots.
+"""Rows before the products: quantised in the order of the stages.
 
 A work tile's slots have the same layout in global memory as in a stage in shared memory: for each 128 channels its
 groups of eight slots, in rows of 128 bytes whose 16-byte units are permuted by the 128-byte swizzle; the scales are in
@@ -6,20 +6,19 @@ an array of their own. So bulk copies can load both.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
-from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, add
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES
 from dsv4_kernels.host.launch import load_launcher
-from dsv4_kernels.moe.sm90.plan import GROUP_BYTES, TileField
+from dsv4_kernels.moe.sm90.plan import GROUP_BYTES
 from dsv4_kernels.moe.sm90.weights import STEP
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
+from dsv4_kernels.moe.workspace import GROUP, TILE_WORDS, TileField
 
 THREADS = 128
 STEP_LANES = STEP // CHUNK
@@ -78,90 +77,7 @@ def quantise(args: QuantiseArguments, chooses: cutlass.Constexpr[bool]) -> None:
             ptx.store_f32(args.scales + (before * GROUP + slot) * 4, e4m3.scale_of(exponent))
 
 
-class SumArguments(NamedTuple):
-    """Dynamic arguments; addresses are Int64."""
-
-    rows: Int64  # bf16 [slots, d]
-    experts: Int64  # int32 [tokens, chosen]
-    slot_of_pair: Int64  # int32 [tokens, chosen]; negative: the expert is on another rank
-    shared: Int64  # bf16 [tokens, d], added to the sum; 0: none
-    shared_row_bytes: Int64
-    chunks: Int32  # d / 8
-    num_chunks: Int32  # of all tokens
-    out: Int64  # fp32 or bf16 [tokens, d]
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Compile-time parameters of the kernel that sums."""
-
-    chosen: int
-    """Experts of a token."""
-    fp32: bool
-    """Whether the result is fp32. If it is bf16, `shared` is added to the rounded sum."""
-    adds_shared: bool
-
-
-@cute.jit
-def launch_sum(args: SumArguments, config: cutlass.Constexpr[Sum], ctas: Int32, stream: cuda.CUstream) -> None:
-    """Launches one thread for eight channels of a token."""
-    sum_rows(args, config).launch(
-        grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
-    )
-
-
-@cute.kernel
-def sum_rows(args: SumArguments, config: cutlass.Constexpr[Sum]) -> None:
-    """Sums a token's rows by rising expert, in fp32."""
-    dependent_launch.begin()
-    thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    unit = cta * THREADS + thread
-    if unit < args.num_chunks:
-        token = unit // args.chunks
-        chunk = unit - token * args.chunks
-        pairs = Int64(token) * config.chosen
-        experts = [ptx.load_i32(args.experts + (pairs + i) * 4) for i in range(config.chosen)]
-        slots = [ptx.load_i32(args.slot_of_pair + (pairs + i) * 4) for i in range(config.chosen)]
-        ranks = [rank_of(experts, i) for i in range(config.chosen)]
-        sums = [Float32(0.0)] * CHUNK
-        loaded = []
-        for rank in cutlass.range_constexpr(config.chosen):
-            slot = Int32(0)
-            for i in cutlass.range_constexpr(config.chosen):
-                slot = cutlass.select_(ranks[i] == rank, slots[i], slot)
-            address = args.rows + (Int64(slot) * args.chunks + chunk) * CHUNK_BYTES
-            loaded.append(ptx.load_or_zeros(cutlass.Uint32, 4, address, slot, "ge.s32"))
-        for words in loaded:
-            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(words), strict=True)]
-        if cutlass.const_expr(config.adds_shared):
-            address = args.shared + Int64(token) * args.shared_row_bytes + chunk * CHUNK_BYTES
-            if cutlass.const_expr(not config.fp32):
-                sums = bf16_rows.channels(bf16_rows.packed(sums))
-            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(bf16_rows.load_words(address)), strict=True)]
-        if cutlass.const_expr(config.fp32):
-            for half in cutlass.range_constexpr(2):
-                ptx.store_f32x4(args.out + Int64(unit) * (4 * CHUNK) + 16 * half, tuple(sums[4 * half : 4 * half + 4]))
-        else:
-            ptx.store_16_bytes(args.out + Int64(unit) * CHUNK_BYTES, bf16_rows.packed(sums))
-
-
-def rank_of(experts: list, i: int) -> Int32:
-    """The rank of a token's i-th expert in the order of rising ids; equal ids keep their order."""
-    rank = Int32(0)
-    for j, other in enumerate(experts):
-        if j != i:
-            before = other <= experts[i] if j < i else other < experts[i]
-            rank = rank + cutlass.select_(before, Int32(1), Int32(0))
-    return rank
-
-
 def compile_quantise(chooses: bool, arch: str) -> Callable[..., None]:
     """The launcher: (arguments, groups, stream)."""
     config = "tokens" if chooses else "slots"
     return load_launcher("experts_quantise", config, arch, launch_quantise, QuantiseArguments, chooses, Int32)
-
-
-def compile_sum(config: Sum, arch: str) -> Callable[..., None]:
-    """The launcher: (arguments, CTAs, stream)."""
-    return load_launcher("experts_sum", config, arch, launch_sum, SumArguments, config, Int32)

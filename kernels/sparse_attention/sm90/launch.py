@@ -2,10 +2,11 @@
 
     cluster.py      few tokens with few keys: every step of 128 keys has a CTA; a token's CTAs are a cluster
     persistent.py   other calls: CTAs iterate over tokens, or splits of their keys, and over steps
-    few_heads/      calls of at most FEW_HEADS heads
+    few_heads/      calls of at most FEW_HEADS heads: kernel.py, and tile.py for few tokens
 
 The first two have the same bits (`persistent.py` says why), so the choice between them may depend on the batch and the
-GPU. The third has bits of its own, the same in any batch and on any GPU, so the number of heads alone chooses it.
+GPU. The kernels of few_heads/ have bits of their own, the same in any batch and on any GPU, so the
+number of heads alone chooses them.
 """
 
 import functools
@@ -24,14 +25,18 @@ from dsv4_kernels.sparse_attention.scratch import NUM_COUNTERS, Scratch
 from dsv4_kernels.sparse_attention.sm90 import cluster, persistent
 from dsv4_kernels.sparse_attention.sm90.cluster import MAX_CLUSTER
 from dsv4_kernels.sparse_attention.sm90.few_heads import kernel as few_heads
+from dsv4_kernels.sparse_attention.sm90.few_heads import tile as tile_of_few_heads
 from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
     CTAS,
+    FEW_TOKENS,
     MAX_ELEMENTS,
     MICROSECONDS,
+    MOST_TILES,
     PARTS,
     PIECES,
     TILES_OF_STEP,
     FewHeads,
+    TileOfFewHeads,
 )
 from dsv4_kernels.sparse_attention.sm90.plan import (
     CHANNEL_SPLITS,
@@ -67,8 +72,9 @@ def configurations() -> tuple[Configuration, ...]:
 
 
 def configurations_of_few_heads() -> tuple[FewHeads, ...]:
-    """All configurations of the kernel for few heads."""
-    return tuple(FewHeads(fp8_rows, entries) for fp8_rows in (True, False) for entries in Entries)
+    """All configurations of the kernels for few heads."""
+    kinds = (FewHeads, TileOfFewHeads)
+    return tuple(kind(fp8_rows, entries) for kind in kinds for fp8_rows in (True, False) for entries in Entries)
 
 
 def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
@@ -82,6 +88,8 @@ def compile(configuration: Configuration | FewHeads) -> Callable[..., None]:
 
 
 def _launch_function(configuration: Configuration | FewHeads) -> Callable[..., None]:
+    if isinstance(configuration, TileOfFewHeads):
+        return tile_of_few_heads.launch
     if isinstance(configuration, FewHeads):
         return few_heads.launch
     return cluster.launch if configuration.split == Split.STEPS else persistent.launch
@@ -216,12 +224,12 @@ def _launch(problem: Problem, tokens: slice, split: bool) -> None:
 def _launch_few_heads(problem: Problem) -> None:
     _check_divisions(problem)
     configuration = _configuration_of_few_heads(problem)
-    parts = _parts(problem)
+    steps_per_kv_split = 0 if problem.split_keys is None else problem.split_keys // STEP_KEYS
+    parts = _tiles_with_a_cta(problem) or _parts(problem)
     for first in range(0, problem.num_tokens, MAX_TOKENS):
         tokens = slice(first, min(first + MAX_TOKENS, problem.num_tokens))
         arguments = _arguments(problem, tokens, ctas_per_token=parts)
-        if problem.split_keys is not None:
-            arguments = arguments._replace(steps_per_kv_split=problem.split_keys // STEP_KEYS)
+        arguments = arguments._replace(steps_per_kv_split=steps_per_kv_split)
         clusters = tokens.stop - tokens.start
         if parts == 1:
             clusters = min(clusters, num_multiprocessors(problem.q.device) * CTAS)
@@ -229,7 +237,23 @@ def _launch_few_heads(problem: Problem) -> None:
 
 
 def _configuration_of_few_heads(problem: Problem) -> FewHeads:
-    return FewHeads(problem.row_format is RowFormat.FP8, _entries(problem))
+    kind = TileOfFewHeads if _tiles_with_a_cta(problem) else FewHeads
+    return kind(problem.row_format is RowFormat.FP8, _entries(problem))
+
+
+def _tiles_with_a_cta(problem: Problem) -> int:
+    """CTAs of a token in the kernel with a CTA for each tile (few_heads/tile.py), or 0 for the other kernel.
+
+    All CTAs must find room at once, two on a multiprocessor: a cluster needs room for half of its CTAs. Only tokens
+    whose entries are in a page table may have more tiles than CTAs.
+    """
+    tiles, clusters = max(1, problem.max_steps) * TILES_OF_STEP, num_clusters(problem.q.device)
+    sizes = (tiles,) if tiles <= MOST_TILES else ()
+    if _entries(problem) is Entries.PAGES and problem.max_kv_splits <= MAX_ELEMENTS * PARTS[-1]:
+        sizes = (*sizes, *(size for size in (MOST_TILES, PARTS[-1]) if size < tiles))
+    if problem.num_tokens > FEW_TOKENS:
+        return 0
+    return next((size for size in sizes if problem.num_tokens <= clusters[size // CTAS]), 0)
 
 
 def _parts(problem: Problem) -> int:

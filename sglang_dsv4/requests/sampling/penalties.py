@@ -96,25 +96,26 @@ def remember_source(copy: SamplingBatchInfo, info: SamplingBatchInfo) -> None:
     copy.source = info
 
 
-def penalisers_of(info: SamplingBatchInfo | None) -> BatchedPenalizerOrchestrator | None:
-    """The batch's penalisers, found through a forward's copy of its sampling parameters.
+def counting(info: SamplingBatchInfo | None) -> SamplingBatchInfo | None:
+    """The batch's sampling parameters, which hold the penalisers, of those that a forward has.
 
-    None if the batch has none, or if SGLang counts for them.
+    A forward has a copy of them, but without overlap and drafts the batch's own. None if the batch has no penalisers,
+    or if SGLang counts for them.
     """
-    source = getattr(info, "source", None)
+    source = getattr(info, "source", info)
     if source is None or live_parts() is None or not source.penalizer_orchestrator.is_required:
         return None
-    return source.penalizer_orchestrator
+    return source
 
 
 def count_sampled(
     tokens: Tensor, runner: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
 ) -> None:
     """Count the sampled `tokens [batch]` for the next decode step's penalties; runs after ``ModelRunner.sample``."""
-    orchestrator = penalisers_of(forward_batch.sampling_info)
-    if orchestrator is not None:
-        orchestrator.cumulate_output_tokens(tokens.long())
-        _note_counts(forward_batch.sampling_info.source)
+    source = counting(forward_batch.sampling_info)
+    if source is not None:
+        source.penalizer_orchestrator.cumulate_output_tokens(tokens.long())
+        _note_counts(source)
 
 
 def count_accepted(info: SamplingBatchInfo, tokens: Tensor, lengths: Tensor) -> None:
@@ -125,9 +126,10 @@ def count_accepted(info: SamplingBatchInfo, tokens: Tensor, lengths: Tensor) -> 
         tokens: any integer where a request has fewer.
         lengths: at least 1.
     """
-    orchestrator = penalisers_of(info)
-    if orchestrator is None:
+    source = counting(info)
+    if source is None:
         return
+    orchestrator = source.penalizer_orchestrator
     for column in range(tokens.shape[1]):
         before = [counts.clone() for counts in counts_of(orchestrator)]
         accepted = column < lengths
@@ -135,7 +137,7 @@ def count_accepted(info: SamplingBatchInfo, tokens: Tensor, lengths: Tensor) -> 
         # Written in place: the scheduler's stream reads these tensors.
         for counts, earlier in zip(counts_of(orchestrator), before, strict=True):
             counts.copy_(torch.where(accepted.unsqueeze(1), counts, earlier))
-    _note_counts(info.source)
+    _note_counts(source)
 
 
 def adjust_rows(logits: Tensor, info: SamplingBatchInfo, candidates: Tensor) -> None:
@@ -146,9 +148,10 @@ def adjust_rows(logits: Tensor, info: SamplingBatchInfo, candidates: Tensor) -> 
         info: the forward's copy of the batch's sampling parameters.
         candidates: [B, k] integers, each request's last token and its drafts.
     """
-    orchestrator = penalisers_of(info)
-    if orchestrator is None:
+    source = counting(info)
+    if source is None:
         return
+    orchestrator = source.penalizer_orchestrator
     from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 
     rows = logits.view(*candidates.shape, -1)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
+from sglang_dsv4.layers.nvfp4_experts import Nvfp4PackedExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.all_groups import true_in_all_groups
 from sglang_dsv4.seam.compat import is_our_class
@@ -207,8 +208,10 @@ def reason_against(model: nn.Module) -> str | None:
         if isinstance(module, FusedExperts):
             return (
                 f"{name} keeps its weights in the layout of SGLang's {method}, {FILES_ONLY}, or start the server with "
-                "--moe-runner-backend dsv4 (Hopper, MXFP4 experts)"
+                "--moe-runner-backend dsv4 (MXFP4 experts)"
             )
+        if isinstance(module, Nvfp4PackedExperts):
+            return f"{name} has NVFP4 experts, whose scales are spread over several tensors, {FILES_ONLY}"
         scale = getattr(module, "weight_scale_inv", None)
         if method == "Fp8LinearMethod" and getattr(scale, "format_ue8m0", False):
             return f"{name} keeps its scales in DeepGEMM's layout for Blackwell, {FILES_ONLY}"

@@ -150,14 +150,15 @@ def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_has_one_score_in_every_forward() -> None:
-    """Decode's and prefill's kernels give the same scores with different instructions, also where partial sums are
-    rounded."""
+    """The kernels for few and for many tokens and for prefills give the same scores, the last one with different
+    instructions, also where partial sums are rounded."""
     case = inexact()
     rows, (scores,) = case.run("sm90", 64)
-    again, (its_scores,) = case.run("sm90, prefill", 64)
-    assert torch.equal(again, rows)
-    for token, count in enumerate(case.visible.tolist()):
-        assert torch.equal(its_scores[token, :count], scores[token, :count])
+    for other in ("sm90, many", "sm90, prefill"):
+        again, (its_scores,) = case.run(other, 64)
+        assert torch.equal(again, rows)
+        for token, count in enumerate(case.visible.tolist()):
+            assert torch.equal(its_scores[token, :count], scores[token, :count])
     assert not torch.equal(scores[0, :300], case.exact_scores(0)[0].float())
 
 
@@ -203,7 +204,9 @@ PLANTED = {
 }
 
 
-def choose(given: Tensor, visible: int, top_k: int, pages: Tensor, schedule: str = "late") -> Tensor:
+def choose(
+    given: Tensor, visible: int, top_k: int, pages: Tensor, schedule: str = "late", few_tokens: bool = False
+) -> Tensor:
     """The kernel's choice by given scores."""
     import cuda.bindings.driver as cuda
     from cutlass import Int32, Int64
@@ -213,17 +216,20 @@ def choose(given: Tensor, visible: int, top_k: int, pages: Tensor, schedule: str
     rows = torch.full((top_k,), -77, dtype=torch.int32)
     request, seen = torch.zeros(1, dtype=torch.int32), torch.full((1,), visible, dtype=torch.int32)
     with emulated_row_kernel("sm90", schedule):
-        addresses = (given.data_ptr(), 0, pages.data_ptr(), 0, request.data_ptr(), seen.data_ptr(), rows.data_ptr())
+        of_scores = (given.data_ptr(), given.nbytes)
+        addresses = (*of_scores, pages.data_ptr(), 0, request.data_ptr(), seen.data_ptr(), rows.data_ptr())
         arguments = topk.Arguments(*map(Int64, addresses), Int32(top_k))
-        topk.compile("sm_90a")(arguments, Int32(1), cuda.CUstream(0))
+        topk.compile("sm_90a", few_tokens)(arguments, Int32(1), cuda.CUstream(0))
     return rows
 
 
+@pytest.mark.parametrize("few_tokens", [False, True], ids=["many", "few"])
 @pytest.mark.parametrize("top_k", [1, 100, 512, 699])
 @pytest.mark.parametrize("name", PLANTED)
-def test_choice_of_given_scores(name: str, top_k: int) -> None:
+def test_choice_of_given_scores(name: str, top_k: int, few_tokens: bool) -> None:
     given, pages = PLANTED[name].contiguous(), torch.randperm(20).int()
-    assert torch.equal(choose(given, 700, top_k, pages), chosen(given, 700, top_k, pages))
+    found = choose(given, 700, top_k, pages, few_tokens=few_tokens)
+    assert torch.equal(found, chosen(given, 700, top_k, pages))
 
 
 @pytest.mark.parametrize("schedule", (*SCHEDULES, "random_warps"))
@@ -237,10 +243,41 @@ def test_choice_of_more_entries_than_a_cta_has_at_once(visible: int, schedule: s
         assert torch.equal(choose(given, visible, top_k, pages, schedule), chosen(given, visible, top_k, pages))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("visible", [2049, 8191, 8193])
+def test_choice_of_more_entries_than_are_held(visible: int, schedule: str) -> None:
+    """With few tokens, 8,192 scores are in shared memory, and further ones are loaded in every pass."""
+    pages = torch.randperm(140, generator=torch.Generator().manual_seed(2)).int()
+    given = torch.full((8960,), torch.nan)
+    given[:visible] = torch.randn(visible, generator=torch.Generator().manual_seed(3))
+    given[visible // 2 : visible] = torch.arange(visible - visible // 2).remainder(3)  # many equal ones
+    for top_k in (512, 3 * visible // 5):
+        found = choose(given, visible, top_k, pages, schedule, few_tokens=True)
+        assert torch.equal(found, chosen(given, visible, top_k, pages))
+
+
+def test_pages_are_shared_by_the_ctas_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few tokens a CTA has every n-th page: from one CTA to one for each page the scores are the same."""
+    from dsv4_kernels.indexer import gpu
+
+    case = Case.of((700, 90), [(0, 700), (1, 90), (0, 449), (1, 64)])
+    rows, (scores,) = case.run("sm90, many", 64)
+    for most in (1, 3, 64):
+        monkeypatch.setattr(gpu, "RUNS_OF_FEW", most)
+        monkeypatch.setattr(gpu, "CTAS_OF_FEW", most)
+        again, (its_scores,) = case.run("sm90", 64)
+        assert torch.equal(again, rows)
+        for token, count in enumerate(case.visible.tolist()):
+            assert count <= 64 or torch.equal(its_scores[token, :count], scores[token, :count]), (most, token)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_turns")
-@pytest.mark.parametrize(("name", "launched"), [("index_prefill_scores", 0), ("index_topk", 1)])
-def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "launched", "prefill"),
+    [("index_prefill_scores", 0, True), ("index_topk", 1, True), ("index_topk_of_few", 1, False)],
+)
+def test_deleted_synchronisation_is_noticed(name: str, launched: int, prefill: bool) -> None:
     """The case has more entries than a CTA processes at once."""
     from ptx_emulator import Checks, emulated
 
@@ -249,7 +286,7 @@ def test_deleted_synchronisation_is_noticed(name: str, launched: int) -> None:
     case = Case.of((2300, 90), [(0, 2300), (1, 80), (0, 700)], heads=8)
     pages = case.page_table
     with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
-        arguments = (case.q, case.head_weights, case.keys, pages, PAGE, case.request, case.visible, 64, pages, True)
+        arguments = (case.q, case.head_weights, case.keys, pages, PAGE, case.request, case.visible, 64, pages, prefill)
         gpu.sm90(*arguments)
     rates = delete_synchronisation(name, device, launched)
     assert rates and set(rates.values()) == {1}
@@ -320,12 +357,18 @@ def test_queries_may_begin_early(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiled_without_spills(name: str) -> None:
+    from ptx_emulator import emulated
+
     from dsv4_kernels.indexer import prefill_scores, scores, topk
 
     kernels = {"scores": lambda: scores.compile(ARCH[name], 64), "topk": lambda: topk.compile(ARCH[name])}
+    kernels["scores of few"] = lambda: scores.compile(ARCH[name], 64, True)
+    kernels["topk of few"] = lambda: topk.compile(ARCH[name], True)
     if name == "sm90":
         kernels["prefill"] = lambda: prefill_scores.compile(ARCH[name], 64)
-    assert_no_spills(kernels, {"scores": 232, "topk": 64, "prefill": 128})
+    most = {"scores": 232, "topk": 64, "prefill": 128, "scores of few": 255, "topk of few": 64}
+    with emulated(arch=ARCH[name]):
+        assert_no_spills(kernels, most)
 
 
 @pytest.mark.parametrize(
@@ -378,24 +421,32 @@ def test_a_gpu_has_one_score_in_every_forward(monkeypatch: pytest.MonkeyPatch) -
         return made
 
     monkeypatch.setattr(torch, "empty", remembered)
+    from dsv4_kernels.indexer import gpu
+
     case = inexact()
-    for prefill in (False, True):
-        on_a_gpu(case, 64, prefill)
-    of_decode, of_prefill = buffers
+    rows = [on_a_gpu(case, 64, prefill) for prefill in (False, True)]
+    monkeypatch.setattr(gpu, "FEW_TOKENS", 0)
+    rows.append(on_a_gpu(case, 64, False))
+    assert torch.equal(rows[1], rows[0]) and torch.equal(rows[2], rows[0])
+    of_few, of_prefill, of_many = buffers
     for token, count in enumerate(case.visible.tolist()):
-        assert torch.equal(of_decode[token, :count], of_prefill[token, :count])
+        assert torch.equal(of_few[token, :count], of_prefill[token, :count])
+        assert torch.equal(of_few[token, :count], of_many[token, :count])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("kernel", ["few", "many", "prefill"])
 @pytest.mark.parametrize("top_k", [64, 512])
-def test_on_a_gpu(top_k: int, prefill: bool) -> None:
+def test_on_a_gpu(top_k: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The definition's choice by float64 scores, except for entries that rounding may move across the threshold."""
+    from dsv4_kernels.indexer import gpu
+
+    monkeypatch.setattr(gpu, "FEW_TOKENS", 0 if kernel == "many" else gpu.FEW_TOKENS)
     lengths = (9000, 40, 700, 4100)
     tokens = [(b, n) for b in range(4) for n in (lengths[b], lengths[b] // 2, lengths[b] // 3)]
     case = Case.of(lengths, tokens)
-    rows = on_a_gpu(case, top_k, prefill)
+    rows = on_a_gpu(case, top_k, kernel == "prefill")
     for token, (request, count) in enumerate(tokens):
         exact, magnitude = case.exact_scores(token)
         table = case.page_table[request]

@@ -24,6 +24,7 @@ from ops.row_kernels import assert_no_spills, emulated_row_kernel
 from torch import Tensor
 
 from dsv4_kernels import registry
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.linear import HeadRotation, expand_fp8_weight, grouped_linear, grouped_linear_fp8_weight
 from dsv4_kernels.number_formats import dequantise_fp8_weight, quantise_fp8_weight
 from dsv4_kernels.quant import fp8_quantise
@@ -31,7 +32,12 @@ from dsv4_kernels.rope import apply_rope_in_place, rope_frequencies
 
 pytestmark = pytest.mark.usefixtures("compiled_here")
 CUTLASS = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="CuTe DSL is not installed")
-TILES = range(4)
+TILES = range(6)
+"""Numbers of tiles; the last two hold a segment of K = 4096."""
+OF_TILES = ["8", "16", "32", "64", "8-resident", "16-resident"]
+EACH_TILE = pytest.mark.parametrize(
+    "tile", [pytest.param(n, id=OF_TILES[n], marks=pytest.mark.slow if n == 5 else ()) for n in TILES]
+)
 SCHEDULES = ("late", "random", "random_warps")
 
 
@@ -76,7 +82,7 @@ def test_each_part_may_be_left_out(rotates: bool, quantises: bool) -> None:
 
 
 @CUTLASS
-@pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
+@EACH_TILE
 def test_a_token_has_its_bits_in_every_tile_and_batch(tile: int) -> None:
     """K of more steps than a tile has stages; a token alone, at other indices, in batches with infinities and NaN."""
     x, rotation = tokens_of(21, 1, 4096, seed=3)
@@ -97,12 +103,12 @@ def deep() -> tuple:
 
 
 @CUTLASS
-@pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
+@EACH_TILE
 def test_the_order_of_summation_is_the_product_s(tile: int) -> None:
     """Sums that are 0 in exact arithmetic, of terms that differ by 2^20: the result is rounding error of this order
     only."""
     generator = torch.Generator().manual_seed(13)
-    half = 1024
+    half = 2048 if tile in TILES[4:] else 1024
     x = torch.randn(9, 1, half, generator=generator) * torch.exp2(torch.randint(-10, 11, (half,), generator=generator))
     codes, _ = quantise_fp8_weight(torch.randn(128, half, generator=generator))
     order = torch.randperm(half, generator=generator)
@@ -117,7 +123,7 @@ def test_the_order_of_summation_is_the_product_s(tile: int) -> None:
 
 
 @CUTLASS
-@pytest.mark.parametrize("tile", TILES, ids=["8", "16", "32", "64"])
+@pytest.mark.parametrize("tile", TILES[:4], ids=OF_TILES[:4])
 def test_an_instruction_sums_16_consecutive_channels(tile: int) -> None:
     x, matrix, expected = channels_that_sum_together()
     (got,) = product(x, matrix.to(FP8), torch.ones(1, 4, 4), None, False, tile)
@@ -178,19 +184,26 @@ FAR = ("x_tokens", "x_groups", "code_rows", "code_groups", "scale_rows", "scale_
 
 
 @CUTLASS
-@pytest.mark.parametrize("what", FAR)
-def test_operands_beyond_32_bits(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "tile"),
+    [
+        *((what, 0) for what in FAR),
+        *(pytest.param(what, 4, marks=() if what in ("x_tokens", "code_rows") else pytest.mark.slow) for what in FAR),
+    ],
+)
+def test_operands_beyond_32_bits(what: str, tile: int) -> None:
     """Tokens in several tiles; rows of the weight also at 31 times their stride: a thread's first row."""
     groups, rows = (4, 128) if what.endswith("groups") else (1, 512 if what == "scale_rows" else 256)
-    x, rotation = tokens_of(17, groups, 512, seed=7)
-    codes, scale = weight(groups, rows, 512, seed=8)
-    expected = product(x, codes, scale, rotation, True, tile=0)
+    channels = 4096 if tile in TILES[4:] else 512
+    x, rotation = tokens_of(17 if tile == 0 else 5, groups, channels, seed=7)
+    codes, scale = weight(groups, rows, channels, seed=8)
+    expected = product(x, codes, scale, rotation, True, tile=tile)
     if what == "x_tokens":
         x = far(x.contiguous())
     elif what == "x_groups":
         x = far(x.transpose(0, 1).contiguous()).transpose(0, 1)
     elif what == "code_rows":
-        apart = sparse((1, rows, 512), (0, 72 << 20, 1), torch.uint8)
+        apart = sparse((1, rows, channels), (0, 72 << 20 if tile == 0 else 144 << 20, 1), torch.uint8)
         codes = apart.copy_(codes.view(torch.uint8)).view(FP8)
     elif what == "code_groups":
         codes = far(codes.contiguous())
@@ -198,7 +211,7 @@ def test_operands_beyond_32_bits(what: str) -> None:
         scale = far(scale[0].contiguous())[None]
     else:
         scale = far(scale.contiguous())
-    assert same(product(x, codes, scale, rotation, True, tile=0, in_place=[x, codes, scale]), expected)
+    assert same(product(x, codes, scale, rotation, True, tile=tile, in_place=[x, codes, scale]), expected)
 
 
 @CUTLASS
@@ -327,7 +340,8 @@ def test_hopper_gets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @CUTLASS
-def test_registers_and_shared_memory() -> None:
+@pytest.mark.parametrize("larger", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "16-resident"])
+def test_registers_and_shared_memory(larger: bool) -> None:
     """Two CTAs of any tile share a multiprocessor: 228 KiB, each CTA takes 1 KiB more than its own, and 65,536
     registers."""
     from ptx_emulator import emulated
@@ -335,7 +349,7 @@ def test_registers_and_shared_memory() -> None:
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
     functions, most = {}, {}
-    for tile in gpu.TILES:
+    for tile in gpu.RESIDENT[1:] if larger else (*gpu.TILES, *gpu.RESIDENT[:1]):
         assert tile.shared_bytes + 16 + 1024 <= 228 * 1024 // 2
         functions[str(tile)] = lambda tile=tile: gpu.compile(gpu.Configuration(tile, True, True), "sm_90a")
         most[str(tile)] = min(255, 65_536 // 2 // tile.threads)
@@ -346,6 +360,36 @@ def test_registers_and_shared_memory() -> None:
     ]
 
 
+def test_a_segment_is_held_where_each_multiprocessor_has_one_cta() -> None:
+    """Flash on four ranks, and no model whose K has other segments."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import fp8_weight_gpu as gpu
+
+    four_ranks, two_ranks = 2 * 8, 4 * 8
+    found = [gpu.chosen(tokens, four_ranks, 8, 132) for tokens in (1, 8, 9, 16, 17)]
+    assert found == [*(gpu.RESIDENT[:1] * 2), *(gpu.RESIDENT[1:] * 2), gpu.TILES[2]]
+    for other in ((two_ranks, 8, 132), (four_ranks, 8, 114), (four_ranks, 7, 132)):
+        assert gpu.chosen(1, *other) == gpu.TILES[0]
+    x, rotation = tokens_of(1, 1, 512)
+    with pytest.raises(ValueError, match=r"holds segments of 8 steps; K 512 has 1"):
+        gpu.sm90(x, *weight(1, 128, 512), rotation, True, gpu.RESIDENT[0])
+
+
+@CUTLASS
+def test_a_weight_is_read_ahead() -> None:
+    """The chosen kernel, of two groups and two tiles of rows: 32 CTAs; and a launch that may not read ahead."""
+    from ptx_emulator import EmulationError
+
+    x, rotation = tokens_of(3, 2, 4096, seed=3)
+    operands = weight(2, 256, 4096, seed=4)
+    expected = product(x, *operands, rotation, True, tile=0)
+    ahead = {"grouped_linear_fp8_weight_resident": ("LDGSTS",) * 33}
+    with launched_early(read_ahead=ahead):
+        assert same(product(x, *operands, rotation, True, schedule="random", seed=1), expected)
+    with dependent_launch.switched(True), pytest.raises(EmulationError, match=r"before griddepcontrol\.wait"):
+        product(x, *operands, rotation, True, is_constant=False)
+
+
 @CUTLASS
 def test_shared_memory_is_read_without_conflicts() -> None:
     """Over the whole of K, and for the segments' sums; the rotation is left out."""
@@ -353,29 +397,36 @@ def test_shared_memory_is_read_without_conflicts() -> None:
 
     from dsv4_kernels.linear import fp8_weight_gpu as gpu
 
-    for tile, tokens in enumerate((8, 16, 32, 64)):
-        x, _ = tokens_of(tokens, 1, 4096)
+    for tile in (*gpu.TILES, *gpu.RESIDENT[:1]):
+        x, _ = tokens_of(tokens := tile.tokens, 1, 4096)
+        operands = weight(1, 128, 4096)
         with emulated(checks=Checks.strict(), arch="sm_90a") as device:
+            for constant in operands:
+                device.memory.constant(constant)
             out = torch.empty(tokens, 1, 128, dtype=torch.bfloat16)
-            gpu.run(x, *weight(1, 128, 4096), None, out, tile=gpu.TILES[tile])
+            gpu.run(x, *operands, None, out, tile=tile)
         (report,) = device.reports
         assert report.shared_conflicts == 0, tile
 
 
 @pytest.mark.slow
 @CUTLASS
-@pytest.mark.parametrize("tile", [1, 3], ids=["16", "64"])
+@pytest.mark.parametrize("tile", [1, 3, 4], ids=["16", "64", "8-resident"])
 def test_deleted_synchronisation_is_noticed(tile: int) -> None:
     """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import fp8_weight_gpu
 
-    x, rotation = tokens_of(10, 1, 2560, seed=11)
-    codes, scale = weight(1, 128, 2560, seed=12)
+    chosen = (*fp8_weight_gpu.TILES, *fp8_weight_gpu.RESIDENT)[tile]
+    channels = 2560 if tile < 4 else 4096
+    x, rotation = tokens_of(10 if tile < 4 else 8, 1, channels, seed=11)
+    codes, scale = weight(1, 128, channels, seed=12)
     with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
-        fp8_weight_gpu.sm90(x, codes, scale, rotation, True, fp8_weight_gpu.TILES[tile])
-    rates = delete_synchronisation(f"fp8_weight_{fp8_weight_gpu.TILES[tile].tokens}", device)
+        for constant in (codes, scale):
+            device.memory.constant(constant)
+        fp8_weight_gpu.sm90(x, codes, scale, rotation, True, chosen)
+    rates = delete_synchronisation(f"fp8_weight_{chosen.tokens}{'_resident' if tile >= 4 else ''}", device)
     assert rates and set(rates.values()) == {1}, rates
 
 

@@ -319,9 +319,9 @@ def test_registers_and_shared_memory() -> None:
                 assert plan.shared_bytes <= SMEM_BYTES
 
 
-def test_it_is_hopper_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_generation_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for generation, name in ((9, "sm90"), (10, "ref")):
+    for generation, name in ((9, "sm90"), (10, "sm100"), (8, "ref")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, major=generation: (major, 0))
         assert registry.chosen("linear_fp8", torch.device("cuda", 0), torch.bfloat16).name == name
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from ops.experts_cases import LIMIT, Case, emulated_on, packed_experts, packed_nvfp4_experts
+from ops.hopper_experts import reading_ahead
 from ops.memory_layout import far_apart, last_of_many, sparse
 from ops.number_formats import same_bits
 from ops.row_kernels import ARCH, LARGE_RESULT_BYTES, results_of
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from dsv4_kernels.moe import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.moe.sm90.weights import HopperExperts, HopperMatrix
+from dsv4_kernels.moe.workspace import TileField
 from dsv4_kernels.number_formats import encode_nvfp4
 from dsv4_kernels.quant import fp8_quantise
 
@@ -61,21 +63,27 @@ def spread(experts: Tensor, numbers: Tensor, stride: int | None = None) -> Tenso
 # ---- Hopper
 
 
-def hopper_products(listed: Any, x: Tensor, experts: HopperExperts) -> Tensor:
+def hopper_products(listed: Any, x: Tensor, experts: HopperExperts, few: bool = False) -> Tensor:
     """Output rows of all slots."""
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import NARROW, Plan, Product
 
+    if few:
+        gate_up, down = launch.few_plans(x.shape[1], gathers=True)
+        codes = fp8_quantise(x, 128, column_major=True)
+        hidden = launch.multiply(gate_up, listed, *codes, experts.w13, LIMIT)
+        return launch.multiply(down, listed, hidden, None, experts.w2)
     quantised = launch.quantise(x, listed, chooses=True)
     hidden = launch.multiply(Plan(Product.GATE_UP, NARROW), listed, *quantised, experts.w13, LIMIT)
     quantised = launch.quantise(hidden, listed, chooses=False)
     return launch.multiply(Plan(Product.DOWN, NARROW), listed, *quantised, experts.w2)
 
 
-def test_hopper_s_weights_beyond_32_bits() -> None:
+@pytest.mark.parametrize("few", [False, True], ids=["narrow", "few"])
+def test_hopper_s_weights_beyond_32_bits(few: bool) -> None:
     """Codes, shifts and factors of experts that are 2**32 bytes and more apart."""
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import NARROW, TileField
+    from dsv4_kernels.moe.sm90.plan import NARROW
 
     x, weights, ids, packed = CASE.inputs()
     near, numbers = packed.for_hopper(), torch.tensor([0, 1 << 18, (1 << 19) + 5])
@@ -85,20 +93,19 @@ def test_hopper_s_weights_beyond_32_bits() -> None:
         return HopperMatrix(spread(matrix.codes, numbers), shifts, factors, 0)
 
     spaced = HopperExperts(far(near.w13), far(near.w2))
-    with emulated("sm90", *spaced.w13[:3], *spaced.w2[:3]):
+    with emulated("sm90", *spaced.w13[:3], *spaced.w2[:3]) as device, reading_ahead(device):
         listed = launch.list_work(weights, ids, CASE.experts, 0, NARROW)
         expected = hopper_products(listed, x, near)
         of_tiles = listed.tiles[: int(listed.totals[0]), TileField.EXPERT]
         of_tiles.copy_(numbers[of_tiles.long()])
-        found = hopper_products(listed, x, spaced)
+        found = hopper_products(listed, x, spaced, few)
     slots = listed.slot_of_pair.long()
     assert same_bits(found[slots], expected[slots]) and expected[slots].any()
 
 
 def moved(listed: Any, before: int) -> Any:
     """The same work list after `before` groups of slots that no work tile uses."""
-    from dsv4_kernels.moe.sm90.launch import Listed
-    from dsv4_kernels.moe.sm90.plan import TileField
+    from dsv4_kernels.moe.work_list import Listed
 
     tiles, groups = listed.totals.tolist()
     moved_tiles = listed.tiles.clone()
@@ -193,11 +200,18 @@ def test_hopper_s_tokens_beyond_32_bits() -> None:
     far = far_apart(x), far_apart(shared)
     count = (1 << 23) + len(x)
     many = last_of_many(shared, count)
-    with emulated("sm90", *far, many) as device:
+    with emulated("sm90", *far, many) as device, reading_ahead(device):
         for dtype in (torch.float32, torch.bfloat16):
             expected = launch.experts_forward(x, weights, ids, experts, LIMIT, 0, dtype, shared)
             apart = launch.experts_forward(far[0], weights, ids, experts, LIMIT, 0, dtype, far[1])
             assert same_bits(apart, expected)
+        codes, scales = fp8_quantise(x, 128, column_major=True)
+        gathered = far_apart(codes.view(torch.uint8), 16).view(codes.dtype), far_apart(scales)
+        use_large_ones_in_place(device, *gathered)
+        assert same_bits(
+            launch.experts_forward(x, weights, ids, experts, LIMIT, quantised=gathered),
+            launch.experts_forward(x, weights, ids, experts, LIMIT, quantised=(codes, scales)),
+        )
         listed = launch.list_work(weights, ids, CASE.experts, 0, launch.NARROW)
         rows = hopper_products(listed, x, experts)
         pairs = last_of_many(ids, count), listed._replace(slot_of_pair=last_of_many(listed.slot_of_pair, count))
@@ -212,32 +226,12 @@ def test_hopper_s_tokens_beyond_32_bits() -> None:
 # ---- Blackwell
 
 
-def mxfp4_products(packed: Mxfp4Experts, listed: Any, codes: Tensor, scales: Tensor) -> list[Tensor]:
+def blackwell_products(packed: Mxfp4Experts | Nvfp4Experts, work: Any, x: Any) -> list[Tensor]:
     """h, its scales, and output rows of all slots."""
     from dsv4_kernels.moe.sm100 import launch
-    from dsv4_kernels.moe.sm100.plan import Plan, Product
 
-    slots = len(listed.source)
-    hidden = torch.empty(slots, packed.channels, dtype=torch.float8_e4m3fn)
-    of_hidden = torch.empty(slots, packed.channels // 128, dtype=torch.int32)
-    of_x = packed.w13, packed.w13_scale, codes, scales
-    launch.run(Plan(Product.GATE_UP, 16), listed, LIMIT, *of_x, hidden, of_hidden)
-    return [hidden, of_hidden, launch.output_rows(hidden, of_hidden, packed, listed, 16)[:-1]]
-
-
-def nvfp4_products(packed: Nvfp4Experts, listed: Any, codes: Tensor, scales: Tensor) -> list[Tensor]:
-    """h, its scales, and output rows of all slots, in NVFP4."""
-    from dsv4_kernels.moe.sm100 import launch
-    from dsv4_kernels.moe.sm100.plan import Numbers, Plan, Product
-
-    slots = len(listed.source)
-    hidden = torch.empty(slots, packed.channels // 2, dtype=torch.uint8)
-    of_hidden = torch.empty(slots, packed.channels // 16, dtype=torch.float8_e4m3fn)
-    factors = (packed.w13_global * packed.w13_input).contiguous()
-    of_x = packed.w13, packed.w13_scale, codes, scales
-    plan = Plan(Product.GATE_UP, 16, Numbers.NVFP4)
-    launch.run(plan, listed, LIMIT, *of_x, hidden, of_hidden, factors, packed.w2_input)
-    return [hidden, of_hidden, launch.nvfp4_output_rows(hidden, of_hidden, packed, listed, 16)[:-1]]
+    hidden = launch.hidden_rows(x, packed, work, LIMIT)
+    return [*hidden, launch.output_rows(hidden, packed, work)]
 
 
 def far_experts(packed: Any, numbers: Tensor) -> Any:
@@ -261,31 +255,45 @@ def test_blackwell_s_tensors_beyond_32_bits(numbers: str, what: str) -> None:
     case = Case(5, d=512, channels=256) if is_nvfp4 else CASE
     x, weights, ids, _ = case.inputs()
     packed = (packed_nvfp4_experts if is_nvfp4 else packed_experts)(case.experts, case.d, case.channels).tiled()
-    products = nvfp4_products if is_nvfp4 else mxfp4_products
-    codes, scales = encode_nvfp4(x, packed.w13_input) if is_nvfp4 else fp8_quantise(x)
-    scales = scales if is_nvfp4 else launch.scale_words(scales)
-    listed = launch.work_list(weights, ids, case.experts, 0, 16)
+    x = launch.Rows(*(encode_nvfp4(x, packed.w13_input) if is_nvfp4 else fp8_quantise(x)))
     with emulated("sm100"):
-        expected = products(packed, listed, codes, scales)
+        work = launch.plan_work(weights, ids, packed)
+        expected = blackwell_products(packed, work, x)
+    tiles, groups = work.listed.totals.tolist()
+    slots, listed = 8 * groups, work.listed
+    of_tiles = listed.tiles[:tiles]
     if what == "weights":
         last = (1 << 20 if is_nvfp4 else 1 << 22) + 5
         of_experts = torch.tensor([0, last // 2, last])
         packed = far_experts(packed, of_experts)
-        listed = listed._replace(tile_expert=of_experts[listed.tile_expert.long()].int())
+        of_tiles[:, TileField.EXPERT] = of_experts[of_tiles[:, TileField.EXPERT].long()].int()
     elif what == "slots":
-        count = (1 << 30) + len(listed.source)
-        source, routing = last_of_many(listed.source, count), last_of_many(listed.routing, count)
-        first = listed.tile_first + (1 << 30)
-        listed = listed._replace(source=source, routing=routing, tile_first=first)
+        before = (1 << 30) // 8
+        work = work._replace(listed=moved(listed, before))
     else:
-        count = (1 << 29) + len(x)  # codes of 128 bytes or more, scales of four bytes or more for 128 channels
-        codes, scales = last_of_many(codes, count), last_of_many(scales, count)
-        listed = listed._replace(source=listed.source + (1 << 29))
+        count = (1 << 29) + len(x.codes)  # codes of 128 bytes or more, scales of four bytes or more for 128 channels
+        x = launch.Rows(last_of_many(x.codes, count), last_of_many(x.scales, count))
+        listed.source[listed.source >= 0] += 1 << 29
     matrices = (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)
-    with emulated("sm100", *matrices, listed.source, listed.routing, codes, scales):
-        found = products(packed, listed, codes, scales)
-    slots = len(expected[0])
-    assert slots == ids.numel()  # all slots are this rank's
+    with emulated("sm100", *matrices, *work.listed, *x):
+        found = blackwell_products(packed, work, x)
+    first = 8 * before if what == "slots" else 0
     for a, b in zip(found, expected, strict=True):
         assert what != "slots" or a.nbytes > BEYOND
-        assert same_bits(a[-slots:].contiguous(), b.contiguous())
+        assert same_bits(a[first : first + slots].contiguous(), b[:slots].contiguous())
+
+
+def test_tokens_in_nvfp4_beyond_32_bits() -> None:
+    """Rows of x far apart; then codes of the last tokens of many, of whose CTAs only the last run."""
+    from dsv4_kernels.moe.sm100 import nvfp4
+
+    x = torch.randn(5, 8192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    factor, count = torch.tensor(0.01), (1 << 20) + len(x)
+    expected, far, many = encode_nvfp4(x, factor), far_apart(x), last_of_many(x, count)
+    with emulated("sm100", far, many) as device:
+        apart = nvfp4.quantise(far, factor, ARCH["sm100"])
+        device.options = replace(device.options, ends=(0, len(x) * 8192 // 16 // nvfp4.THREADS))
+        last = nvfp4.quantise(many, factor, ARCH["sm100"])
+    assert last[0].nbytes >= BEYOND
+    for a, b, wanted in zip(apart, last, expected, strict=True):
+        assert same_bits(a, wanted) and same_bits(b[-len(x) :].contiguous(), wanted)

@@ -16,16 +16,15 @@ import torch
 from ops.attention_launch import delete_synchronisation
 from ops.early_launches import launched_early
 from ops.experts_cases import LIMIT, Case
-from ops.hopper_experts import CASES, PAIRED, WIDE_PAIRS, arranged, listed_widths, shape_names, shapes
+from ops.hopper_experts import CASES, PAIRED, WIDE_PAIRS, arranged, emulated_experts, listed_widths, shape_names, shapes
 from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels import moe
 from dsv4_kernels.device import dependent_launch
-from dsv4_kernels.moe import Mxfp4Experts, ref
+from dsv4_kernels.moe import Mxfp4Experts, ref, workspace
 from dsv4_kernels.moe.sm90 import weights as arrangement
-from dsv4_kernels.moe.sm90 import workspace
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
@@ -39,15 +38,13 @@ SLOW = {
 
 def launched(case: Case, shape: str = "narrow", **options: object) -> tuple[Tensor, Any]:
     """(result of the kernels, emulated device)."""
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     x, weights, ids, _ = case.inputs()
     x, packed = strided(x, 1, 24), arranged(case.experts, case.d, case.channels)
     launch.hardware_multiprocessors.cache_clear()
     try:
-        with emulated(arch="sm_90a", multiprocessors=case.multiprocessors, **options) as device:
+        with emulated_experts(multiprocessors=case.multiprocessors, **options) as device:
             out = launch.experts_forward(x, weights, ids, packed, LIMIT, case.offset, shape=shapes()[shape])
     finally:
         launch.hardware_multiprocessors.cache_clear()
@@ -121,8 +118,6 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
 
     One expert gets all tokens, so that the number of tokens is the width of its tile.
     """
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     most = shapes()["wide"].slots
@@ -133,7 +128,7 @@ def test_a_token_s_bits_do_not_depend_on_its_batch(shape: str) -> None:
     for width in shapes()[shape].widths:
         launch.hardware_multiprocessors.cache_clear()
         rows = slice(most - width, most)
-        with emulated(arch="sm_90a", multiprocessors=1):
+        with emulated_experts(multiprocessors=1):
             out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT, shape=shapes()[shape])
         assert listed_widths(replace(case, tokens=width, multiprocessors=1), shape) == [width]
         assert same_bits(out, expected[rows]), width
@@ -153,15 +148,13 @@ def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
     case = PAIRED["pairs-between-singles"]
     expected, _ = launched(case, "wide")
     assert same_bits(launched(case, "narrow")[0], expected) and same_bits(launched(case, "paired")[0], expected)
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
     for rows in (slice(7, 8), slice(20, 34)):
         launch.hardware_multiprocessors.cache_clear()
-        with emulated(arch="sm_90a", multiprocessors=5):
+        with emulated_experts(multiprocessors=5):
             out = launch.experts_forward(x[rows], weights[rows], ids[rows], packed, LIMIT)
         assert same_bits(out, expected[rows])
     launch.hardware_multiprocessors.cache_clear()
@@ -169,8 +162,6 @@ def test_a_token_s_bits_are_its_own_in_a_mixed_batch() -> None:
 
 def test_zeros_and_clamps() -> None:
     """A token of zeros gives zeros; gates and ups of thousands are clamped, not infinite."""
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     case = CASES["few"]
@@ -178,22 +169,20 @@ def test_zeros_and_clamps() -> None:
     out, _ = launched(case)
     assert not out[0].any()
     large = (x.float() * 2.0**12).bfloat16()
-    with emulated(arch="sm_90a", multiprocessors=4):
+    with emulated_experts(multiprocessors=4):
         out = launch.experts_forward(large, weights, ids, packed.for_hopper(), LIMIT)
     expected = ref.mxfp4_experts_forward(large, weights, ids, packed, LIMIT, 0)
     assert out.isfinite().all() and (out - expected).norm() <= 2.0**-9 * expected.norm()
 
 
 def test_the_shared_expert_is_added_as_a_layer_would() -> None:
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     case = CASES["few"]
     x, weights, ids, packed = case.inputs()
     shared = strided(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).bfloat16(), 1, 40)
     plain, _ = launched(case)
-    with emulated(arch="sm_90a", multiprocessors=4):
+    with emulated_experts(multiprocessors=4):
         arguments = (x, weights, ids, packed.for_hopper(), LIMIT, 0)
         alone = launch.experts_forward(*arguments, torch.bfloat16)
         both = launch.experts_forward(*arguments, torch.bfloat16, shared)
@@ -207,14 +196,12 @@ def test_the_shared_expert_is_added_as_a_layer_would() -> None:
 
 def test_ids_and_weights_of_other_dtypes_and_strides() -> None:
     """Expert ids in int64 and routing weights in fp64, both with gaps: the same bits."""
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     case = CASES["few"]
     x, weights, ids, _ = case.inputs()
     packed = arranged(case.experts, case.d, case.channels)
-    with emulated(arch="sm_90a", multiprocessors=4):
+    with emulated_experts(multiprocessors=4):
         expected = launch.experts_forward(x, weights, ids, packed, LIMIT)
         found = launch.experts_forward(x, strided(weights.double(), 0, 3), strided(ids.long(), 1, 2), packed, LIMIT)
     assert same_bits(found, expected)
@@ -225,9 +212,9 @@ def test_sizes_follow_from_shapes() -> None:
 
     assert [workspace.most_groups(pairs, 256) for pairs in (6, 24, 1536, 49152)] == [6, 24, 416, 6368]
     shape = shapes()
-    chosen = {tokens: launch.shape_for(tokens, 6, 256) for tokens in (1, 32, 33, 2389, 2390, 8192)}
+    chosen = {tokens: launch.shape_for(tokens, 6, 256, 8) for tokens in (1, 2, 32, 33, 2389, 2390, 8192)}
     names = {tokens: name for tokens, found in chosen.items() for name, of_name in shape.items() if found is of_name}
-    assert list(names.values()) == ["narrow", "narrow", "paired", "paired", "wide", "wide"]
+    assert list(names.values()) == ["few", "narrow", "narrow", "paired", "paired", "wide", "wide"]
     # The bytes that a call allocates, and `workspace_bytes`.
     allocated = 0
 
@@ -239,13 +226,11 @@ def test_sizes_follow_from_shapes() -> None:
 
     original = torch.empty
     case = CASES["few"]
-    from ptx_emulator import emulated
-
     x, weights, ids, packed = case.inputs()
     hopper = packed.for_hopper()
-    with emulated(arch="sm_90a", multiprocessors=4), pytest.MonkeyPatch.context() as patch:
+    with emulated_experts(multiprocessors=4), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", empty)
-        out = launch.experts_forward(x, weights, ids, hopper, LIMIT)
+        out = launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape["narrow"])
     said = workspace.workspace_bytes(case.tokens, case.chosen, case.experts, case.d, case.channels)
     # Codes of h reuse the memory of x's codes.
     assert said <= allocated - out.nbytes <= said + 8 * workspace.most_groups(10, 3) * case.channels * 33 // 32 + 8
@@ -270,7 +255,7 @@ LISTED_AS = [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)]
 
 
 def test_a_list_has_more_pairs_than_a_round() -> None:
-    from dsv4_kernels.moe.sm90 import work_list
+    from dsv4_kernels.moe import work_list
 
     tokens, chosen, *_ = LISTS["more-than-a-round"]
     assert tokens * chosen > work_list.THREADS * work_list.AT_ONCE
@@ -289,7 +274,7 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
     from ptx_emulator import emulated
 
     from dsv4_kernels.moe.sm90 import launch
-    from dsv4_kernels.moe.sm90.plan import GROUP
+    from dsv4_kernels.moe.workspace import GROUP
 
     tokens, chosen, held, offset, of_all = case
     generator = torch.Generator().manual_seed(3)
@@ -363,14 +348,12 @@ def test_it_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_waits_for_the_device(request: pytest.FixtureRequest) -> None:
-    from ptx_emulator import emulated
-
     from dsv4_kernels.moe.sm90 import launch
 
     x = torch.zeros(4, 256, dtype=torch.bfloat16)
     packed = arranged(3, 256, 128)  # arranging reads values, once for each checkpoint
     request.getfixturevalue("nothing_waits")
-    with emulated(arch="sm_90a", multiprocessors=2):
+    with emulated_experts(multiprocessors=2):
         launch.experts_forward(x, torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32), packed, LIMIT)
 
 
@@ -453,7 +436,7 @@ def test_a_hopper_gpu_makes_the_sum(tokens: int) -> None:
     assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
     from dsv4_kernels.moe.sm90 import launch
 
-    for shape in shapes().values():
+    for shape in (shapes()[name] for name in shape_names()):
         assert same_bits(launch.experts_forward(x, weights, ids, hopper, LIMIT, shape=shape), out)
     with dependent_launch.switched(True):
         for _ in range(20):  # a read before its wait is only sometimes wrong

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ops.early_launches import launched_early
 from ops.experts_cases import LIMIT, Case, emulated_on, packed_nvfp4_experts
+from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from torch import Tensor
 
@@ -41,9 +42,28 @@ def launched(case: Case, **options: object) -> Tensor:
 
     x, weights, ids, packed = inputs(case)
     with emulated_on(case.multiprocessors, **options) as device:
-        out = launch.nvfp4_experts_forward(x, weights, ids, packed.tiled(), LIMIT, case.offset)
-    assert len(device.reports) == 2 and not any(report.warnings for report in device.reports)
+        out = launch.nvfp4_experts_forward(strided(x, 1, 24), weights, ids, packed.tiled(), LIMIT, case.offset)
+    assert len(device.reports) == 5 and not any(report.warnings for report in device.reports)
     return out
+
+
+@pytest.mark.parametrize("width", [16, 512, 2064])
+def test_tokens_are_encoded_as_defined(width: int) -> None:
+    """All magnitudes from below the least scale to above the largest, ties between codes, zeros and rows with gaps."""
+    from dsv4_kernels.moe.sm100 import nvfp4
+
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(37, width, generator=generator) * torch.exp2(torch.arange(37.0) - 18)[:, None]
+    codes = torch.tensor([0.0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, -6])
+    x[0], x[1] = 0, codes.repeat(width // 16) * (2.0**-9 * 8)
+    x[20] = codes.repeat(width // 16)
+    x = strided(x.bfloat16(), 2, 24)
+    factor = torch.tensor(0.125)
+    with emulated_on(4) as device:
+        found = nvfp4.quantise(x, factor, "sm_100a")
+    assert not device.reports[0].warnings
+    for made, wanted in zip(found, encode_nvfp4(x, factor), strict=True):
+        assert same_bits(made, wanted)
 
 
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -68,15 +88,17 @@ def test_both_products_are_right(name: str) -> None:
 
     case = CASES[name]
     x, weights, ids, packed = inputs(case)
-    listed = launch.work_list(weights, ids, case.experts, 0, 16)
+    tiled = packed.tiled()
     with emulated_on(case.multiprocessors, schedule="random", seed=3):
-        hidden, scales = launch.nvfp4_hidden_rows(x, packed.tiled(), listed, LIMIT, 16)
-        rows = launch.nvfp4_output_rows(hidden, scales, packed.tiled(), listed, 16)
+        work = launch.plan_work(weights, ids, tiled)
+        hidden, scales = made = launch.hidden_rows(launch.quantise(x, tiled), tiled, work, LIMIT)
+        rows = launch.output_rows(made, tiled, work)
+    listed = work.listed
     values = dequantise_nvfp4_weight(*encode_nvfp4(x, packed.w13_input), packed.w13_input, torch.float32).double()
     stored = dequantise_nvfp4_weight(hidden, scales, packed.w2_input, torch.float32)
-    for tile in range(int(listed.num_tiles)):
-        expert, first = int(listed.tile_expert[tile]), int(listed.tile_first[tile])
-        slots = slice(first, first + int(listed.tile_count[tile]))
+    for expert, first, groups in listed.tiles[: int(listed.totals[0]), :3].tolist():
+        slots = torch.arange(8 * first, 8 * (first + groups))
+        slots = slots[listed.source[slots] >= 0]
         of_halves = packed.w13[expert].chunk(2), packed.w13_scale[expert].chunk(2), packed.w13_global[expert]
         halves = zip(*of_halves, strict=True)
         gate, up = (
@@ -120,13 +142,16 @@ def test_h_of_zeros_and_of_large_numbers() -> None:
     case = CASES["few"]
     x, weights, ids, packed = inputs(case)
     large = (x.float() * 2.0**12).bfloat16()
-    listed = launch.work_list(weights, ids, case.experts, 0, 16)
+    tiled = packed.tiled()
     with emulated_on(4):
-        out = launch.nvfp4_experts_forward(large, weights, ids, packed.tiled(), LIMIT, 0)
-        hidden, scales = launch.nvfp4_hidden_rows(large, packed.tiled(), listed, LIMIT, 16)
+        out = launch.nvfp4_experts_forward(large, weights, ids, tiled, LIMIT, 0)
+        work = launch.plan_work(weights, ids, tiled)
+        hidden, scales = launch.hidden_rows(launch.quantise(large, tiled), tiled, work, LIMIT)
+    slots, listed = 8 * int(work.listed.totals[1]), work.listed
+    hidden, scales = hidden[:slots], scales[:slots]
     expected = ref.nvfp4_experts_forward(large, weights, ids, packed, LIMIT, 0)
     assert out.isfinite().all() and (out - expected).norm() <= 2.0**-8 * expected.norm() and not out[0].any()
-    assert scales.view(torch.uint8).max() >= 0x78 and not hidden[listed.source == 0].bitwise_and(0x77).any()
+    assert scales.view(torch.uint8).max() >= 0x78 and not hidden[listed.source[:slots] <= 0].bitwise_and(0x77).any()
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +169,29 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert registry.chosen("nvfp4_experts_forward", torch.device("cuda"), torch.bfloat16).name == "ref"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 4096])
+def test_a_blackwell_gpu_makes_the_sum(tokens: int) -> None:
+    """Flash's shapes with fewer experts: a token has the same bits alone, in a batch and in a replayed graph."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
+        pytest.skip("needs a Blackwell GPU of data centres (sm_100a)")
+    x, weights, ids, packed = inputs(Case(tokens, chosen=6, experts=8, d=4096, channels=2048))
+    x, weights, ids = x.cuda(), weights.cuda(), ids.cuda()
+    packed = Nvfp4Experts(**{name: part.cuda() for name, part in vars(packed).items() if isinstance(part, Tensor)})
+    tiled = packed.tiled().with_factors()
+
+    def run(rows: slice) -> Tensor:
+        return moe.nvfp4_experts_forward(x[rows], weights[rows], ids[rows], tiled, LIMIT, impl="sm100")
+
+    out = run(slice(None))
+    few = slice(0, min(tokens, 64))
+    expected = moe.nvfp4_experts_forward(x[few], weights[few], ids[few], packed, LIMIT, impl="ref")
+    assert (out[few] - expected).norm() <= 2.0**-7 * expected.norm()
+    assert same_bits(run(slice(tokens - 1, tokens)), out[-1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run(slice(None))
+    graph.replay()
+    assert same_bits(again, out)

@@ -1,13 +1,14 @@
-"""Hopper's attention kernel for 16 heads or less in the emulator, over the hard cases of attention_cases.py.
+"""Hopper's attention kernels for 16 heads or less in the emulator, over the hard cases of attention_cases.py.
 
 As in test_sparse_attention_sm90.py, which tests the kernels for more heads: every launch runs with all checks on, the
-schedule changes from case to case, and bits are equal in every batch and for every division of a token's keys; and the
-compile gate.
+schedule changes from case to case, and bits are equal in every batch and for every division of a token's keys, by
+kernel.py and by tile.py, which has a CTA for each tile of few tokens; and the compile gates.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ QUICK = ((True, "LIST"), (False, "PAGES"))
 
 
 def launch(case: Case, multiprocessors: int = 132, parts: int | None = None, **options: object) -> Tensor:
-    """The result of one call, in `parts` parts or as many as the launch chooses."""
+    """The result of one call, in `parts` parts, or by the kernel and in as many parts as the launch chooses."""
     return launch_on(case, multiprocessors, parts, **options)[0]
 
 
@@ -60,6 +61,7 @@ def launch_on(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sm90, "FEW_HEADS", max(HEADS))
         if parts is not None:
+            patch.setattr(sm90, "_tiles_with_a_cta", lambda *_: 0)
             patch.setattr(sm90, "_parts", lambda *_: parts)
         return attention_launch.launch(sm90.sparse_attention, case, multiprocessors, persistent=False, **options)
 
@@ -75,6 +77,15 @@ def allowed_parts(case: Case) -> list[int]:
             patch.setattr(sm90, "num_clusters", lambda device, clusters=clusters: clusters)
             found.add(sm90._parts(problem))
     return sorted(found)
+
+
+def tiles_with_a_cta(case: Case) -> int:
+    """CTAs of a token that `launch` gives to tiles, or 0 if the kernel for many tokens computes the case."""
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "num_clusters", lambda device: (0, *(132 // n for n in range(1, 10))))
+        return sm90._tiles_with_a_cta(case.problem())
 
 
 def configuration(spec: Spec) -> tuple[bool, str]:
@@ -106,8 +117,13 @@ def cases() -> Iterator[object]:
 
 @pytest.mark.parametrize("name", cases())
 def test_case(name: str) -> None:
+    """Calls that may have a CTA for each tile are computed in both ways."""
     case, seed = build(with_few_heads(name)), list(CASES).index(name)
-    check(case, launch(case, schedule=SCHEDULES[seed % len(SCHEDULES)], seed=seed))
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    result = launch(case, schedule=schedule, seed=seed)
+    check(case, result)
+    if tiles_with_a_cta(case):
+        assert same_bits(result, launch(case, parts=allowed_parts(case)[-1], schedule=schedule, seed=seed))
 
 
 def random_specs() -> Iterator[object]:
@@ -120,14 +136,14 @@ def random_specs() -> Iterator[object]:
 
 @pytest.mark.parametrize(("spec", "seed"), random_specs())
 def test_random_case(spec: Spec, seed: int) -> None:
-    """The bits are equal for whole tokens and for the most CTAs a token."""
+    """The bits are equal for whole tokens, for the most CTAs a token, and in the kernel that the call chooses."""
     case = build(spec, seed=seed)
     results = [
-        launch(case, parts=parts, schedule=SCHEDULES[(seed + parts) % len(SCHEDULES)], seed=seed)
-        for parts in {1, allowed_parts(case)[-1]}
+        launch(case, parts=parts, schedule=SCHEDULES[(seed + (parts or 0)) % len(SCHEDULES)], seed=seed)
+        for parts in {1, allowed_parts(case)[-1], None}
     ]
     check(case, results[0])
-    assert same_bits(results[0], results[-1])
+    assert all(same_bits(results[0], result) for result in results[1:])
 
 
 @pytest.mark.parametrize("heads", [1, 15])
@@ -221,10 +237,45 @@ def test_parts_are_as_many_as_pay(
         assert sm90._parts(problem) == expected, tokens
 
 
-def test_it_may_begin_early() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "window", "entries", "pages", "expected"),
+    [
+        (1, 128, 512, False, 10),
+        (16, 128, 512, False, 10),
+        (17, 128, 512, False, 0),  # large batches keep their kernel
+        (1, 128, 1024, False, 0),  # 18 tiles: a cluster has 16 CTAs
+        (1, 0, 0, False, 2),
+        (1, 128, 512, True, 10),
+        (1, 128, 1026, True, 16),  # a table for 128K tokens of an HCA layer
+        (16, 128, 1026, True, 8),  # 16 clusters of 16 find no room
+        (1, 128, 8192, True, 16),
+        (1, 128, 1 << 17, True, 0),  # a table for more KV splits than the other kernel divides
+    ],
+)
+def test_tiles_have_a_cta_where_all_find_room(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, window: int, entries: int, pages: bool, expected: int
+) -> None:
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    # Clusters on an H200, as its driver counts them.
+    monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, 132, 66, 39, 30, 22, 17, 15, 15, 9))
+    steps = num_steps(window, entries)
+    problem = SimpleNamespace(
+        num_tokens=tokens,
+        max_steps=steps,
+        max_kv_splits=num_kv_splits(steps, 1152),
+        entry_indices=None if pages or not entries else 1,
+        page_table=1 if pages else None,
+        q=torch.empty(0),
+    )
+    assert sm90._tiles_with_a_cta(problem) == expected
+
+
+@pytest.mark.parametrize("parts", [None, 2], ids=["tiles", "parts"])
+def test_it_may_begin_early(parts: int | None) -> None:
     case = build(Spec(tokens=2, heads=16, entry_lengths=(300, 5)))
     with launched_early():
-        out = launch(case)
+        out = launch(case, parts=parts)
     check(case, out)
 
 
@@ -274,6 +325,37 @@ def test_the_same_bits_in_any_parts_under_every_schedule(name: str) -> None:
             result, device = launch_on(case, parts=n, schedule=schedule, seed=seed)
             assert same_bits(expected, result), (n, schedule)
             assert device.reports[0].grid == (n, case.spec.tokens, 1)
+
+
+TILED = {
+    "list": (DIVIDED["one_kv_split"], 10),
+    "bf16": (DIVIDED["bf16"], 8),
+    "large_values": (DIVIDED["large_values"], None),
+    "nothing": (replace(CASES["nothing_at_all-fp8"], heads=16), None),
+    # Tables with room for 20 tiles; the tokens have 20, 4 and 14.
+    "pages": (Spec(tokens=3, heads=16, entry_lengths=(1100, 36, 700), dense=True, fp8=False, split_keys=1152), 16),
+    "pages_fp8": (Spec(tokens=3, heads=3, entry_lengths=(36, 1100, 700), dense=True, split_keys=1152), 16),
+}
+"""Cases in which every tile has a CTA, and CTAs of a token if they are known."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "pages_fp8" else ()) for name in TILED]
+)
+def test_tiles_with_a_cta_have_the_same_bits_under_every_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    spec, expected_parts = TILED[name]
+    case = build(spec, seed=2)
+    expected = launch(case, parts=1)
+    check(case, expected)
+    sizes = (16, 8) if spec.dense and expected_parts == 16 else (16,)
+    for seed, (schedule, most) in enumerate(itertools.product(SCHEDULES, sizes)):
+        monkeypatch.setattr(sm90, "MOST_TILES", most)  # with 8, the token of 14 tiles is computed by kernel.py's code
+        result, device = launch_on(case, schedule=schedule, seed=seed)
+        assert same_bits(expected, result), (schedule, most)
+        parts, tokens, _ = device.reports[0].grid
+        assert tokens == case.spec.tokens and parts == min(most, expected_parts or parts)
 
 
 @pytest.mark.parametrize("name", ["one_kv_split", "kv_splits", "bf16"])
@@ -338,6 +420,7 @@ def test_divisions_beyond_what_the_kernel_can_count_are_refused() -> None:
 # Tokens of one to four elements. In two parts, the first part merges its elements and the second stores up to two. As
 # whole tokens on one multiprocessor, each of its two CTAs computes several.
 MUTATED = {
+    "sparse_attention_few_heads_tile": (Spec(tokens=2, heads=16, entry_lengths=(200, 5)), None, 132),
     "sparse_attention_few_heads": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 2, 132),
     "sparse_attention_few_heads_whole": (Spec(tokens=4, heads=16, entry_lengths=(200, 5, 0)), 1, 1),
 }
@@ -358,20 +441,21 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
 CONFIGURATIONS = [(fp8, entries) for fp8 in (True, False) for entries in ("NONE", "LIST", "PAGES")]
 
 
+@pytest.mark.parametrize("tiles", [False, True], ids=["parts", "tiles"])
 @pytest.mark.parametrize(
     ("fp8_rows", "entries"),
     [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CONFIGURATIONS],
 )
-def test_compiled(fp8_rows: bool, entries: str) -> None:
+def test_compiled(fp8_rows: bool, entries: str, tiles: bool) -> None:
     """Registers, stack and code are at most those in benchmarks/results; wgmma runs asynchronously."""
     from lib.sparse_attention_sm90_static import RESULTS, static_numbers
     from ptx_emulator import emulated
 
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
-    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, WARPGROUP, FewHeads
+    from dsv4_kernels.sparse_attention.sm90.few_heads.plan import CTAS, WARPGROUP, FewHeads, TileOfFewHeads
     from dsv4_kernels.sparse_attention.sm90.plan import Entries
 
-    configuration = FewHeads(fp8_rows, Entries[entries])
+    configuration = (TileOfFewHeads if tiles else FewHeads)(fp8_rows, Entries[entries])
     with emulated(arch=sm90.ARCH):
         found = static_numbers(configuration)
     recorded = json.loads(RESULTS.read_text())[str(configuration)]

@@ -111,9 +111,35 @@ def test_few_heads(kernel: str, name: str, heads: int) -> None:
         torch.cuda.synchronize()
         check(case, out)
         others = case.take(order).run(impl=kernel)
-        with mock.patch.object(sm90, "_parts", lambda *_: 1):
+        with mock.patch.object(sm90, "_parts", lambda *_: 1), mock.patch.object(sm90, "_tiles_with_a_cta", lambda _: 0):
             whole = case.run(impl=kernel)
     assert same_bits(whole, out) and same_bits(others, out[order])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 14])
+@pytest.mark.parametrize("dense", [False, True], ids=["csa", "hca"])
+def test_few_heads_with_a_cta_for_each_tile(kernel: str, dense: bool, tokens: int) -> None:
+    """The bits of the kernel for large batches, in launches one after the other and on two streams: a CTA that ends, or
+    overwrites another CTA's memory, too early would be noticed now and then only."""
+    if kernel != "sm90":
+        pytest.skip("Blackwell has one kernel")
+    from dsv4_kernels.sparse_attention.sm90 import launch as sm90
+
+    lengths = tuple((36, 1100, 700, 5, 256)[t % 5] if dense else 512 - 37 * t for t in range(tokens))
+    case = build(Spec(tokens=tokens, heads=16, entry_lengths=lengths, dense=dense, split_keys=1152), "cuda")
+    assert sm90._tiles_with_a_cta(case.problem()), "clusters of this size find no room"
+    with mock.patch.object(sm90, "_tiles_with_a_cta", lambda _: 0):
+        expected = case.run(impl=kernel)
+    check(case, expected)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    results = [case.run(impl=kernel) for _ in range(100)]
+    for _ in range(100):
+        results.append(case.run(impl=kernel))
+        with torch.cuda.stream(other):
+            results.append(case.run(impl=kernel))
+    torch.cuda.synchronize()
+    assert all(same_bits(result, expected) for result in results)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 63, 64, 65, 127, 128])

@@ -51,6 +51,7 @@ def product(
     rotation: HeadRotation | None,
     quantises: bool,
     tile: int | None = None,
+    is_constant: bool = True,
     **options: object,
 ) -> tuple[Tensor, ...]:
     """The kernel's result, in tensors with gaps that must not be written: bf16, or codes and scales."""
@@ -62,8 +63,8 @@ def product(
     if quantises:
         outs.append(Gapped((shape[1] * shape[2] // 128, shape[0]), (2, 3), torch.float32))
         outs[1].view = outs[1].view.T
-    chosen = None if tile is None else fp8_weight_gpu.TILES[tile]
-    with emulated_row_kernel("sm90", **options):
+    chosen = None if tile is None else (*fp8_weight_gpu.TILES, *fp8_weight_gpu.RESIDENT)[tile]
+    with emulated_row_kernel("sm90", constant=(codes, scale) if is_constant else (), **options):
         fp8_weight_gpu.run(x, codes, scale, rotation, *(out.view for out in outs), tile=chosen)
     assert all(out.gaps_are_as_they_were() for out in outs) and same_bits(x, kept)
     return tuple(out.view.contiguous() for out in outs)

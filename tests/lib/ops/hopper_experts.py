@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from ops.experts_cases import Case, packed_experts
 from ops.memory_layout import strided
@@ -21,9 +24,9 @@ CASES = {
 
 
 def shapes() -> dict[str, Any]:
-    from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
+    from dsv4_kernels.moe.sm90.plan import FEW, NARROW, PAIRED, WIDE
 
-    return {"narrow": NARROW, "paired": PAIRED, "wide": WIDE}
+    return {"few": FEW, "narrow": NARROW, "paired": PAIRED, "wide": WIDE}
 
 
 @functools.cache
@@ -38,8 +41,45 @@ def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
     return arrangement.HopperExperts(with_gaps(packed.w13), with_gaps(packed.w2))
 
 
+@contextlib.contextmanager
+def reading_ahead(device: Any) -> Iterator[None]:
+    """Inside, the second product and the sum of few tokens may read weights and the work list before they wait.
+
+    The emulator takes each launch for one that may overlap all earlier ones. The work list's has ended before the
+    second product: the first product waits for it before it releases the second.
+    """
+    from dsv4_kernels.moe.sm90 import launch
+    from dsv4_kernels.moe.sm90.plan import FewPlan, Product
+
+    multiply, sum_rows = launch.multiply, launch.sum_rows
+
+    def declared(plan: Any, listed: Any, codes: Any, scales: Any, weights: Any, limit: float = 0.0) -> Any:
+        if isinstance(plan, FewPlan) and plan.product is Product.DOWN:
+            for tensor in (*weights[:3], listed.source, listed.tiles, listed.totals):
+                device.memory.constant(tensor)
+        return multiply(plan, listed, codes, scales, weights, limit)
+
+    def declared_sum(rows: Any, experts: Any, listed: Any, *arguments: Any, reads_ahead: bool = False) -> Any:
+        for tensor in (experts, listed.slot_of_pair) if reads_ahead else ():
+            device.memory.constant(tensor)
+        return sum_rows(rows, experts, listed, *arguments, reads_ahead)
+
+    with mock.patch.multiple(launch, multiply=declared, sum_rows=declared_sum):
+        yield
+
+
+@contextlib.contextmanager
+def emulated_experts(**options: Any) -> Iterator[Any]:
+    """An emulated device with `reading_ahead`."""
+    from ptx_emulator import emulated
+
+    with emulated(arch="sm_90a", **options) as device, reading_ahead(device):
+        yield device
+
+
 def shape_names() -> list[str]:
-    return list(shapes())
+    """Shapes that take any number of tokens."""
+    return [name for name in shapes() if name != "few"]
 
 
 def listed_widths(case: Case, shape: str = "paired") -> list[int]:

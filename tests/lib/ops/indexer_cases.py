@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from ops.memory_layout import BEYOND_BYTES, sparse, strided
-from ops.row_kernels import KERNELS, emulated_row_kernel
+from ops.row_kernels import emulated_row_kernel
 from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.quant import fp4_qdq
 
-ALL_KERNELS = (*KERNELS, "sm90, prefill")
+ALL_KERNELS = ("sm90", "sm100, many", "sm90, prefill")
+"""Kernels for few tokens, for many and for prefills; of the first two, which both architectures have, each on one."""
 
 
 PAGE = 64
@@ -62,12 +64,17 @@ class Case:
         schedule: str = "late",
         ends: tuple[int, int] | None = None,
     ) -> tuple:
-        """Rows and score buffers of an implementation; "sm90, prefill" is sm90 with `prefill`. ends: CTAs that run."""
+        """Rows and score buffers of an implementation; "sm90, prefill" is sm90 with `prefill`, "sm90, many" sm90 with
+        the kernels for many tokens. ends: CTAs that run."""
         from dsv4_kernels.indexer import gpu
 
-        buffers, (name, _, prefill) = [], kernel.partition(", ")
+        buffers, (name, _, option) = [], kernel.partition(", ")
+        few_tokens = 0 if option == "many" else gpu.FEW_TOKENS
         in_place = [self.keys.storage, self.q, self.head_weights, self.page_table, self.request, self.visible]
-        with emulated_row_kernel(name, schedule, in_place=in_place, ends=ends):
+        with (
+            mock.patch.object(gpu, "FEW_TOKENS", few_tokens),
+            emulated_row_kernel(name, schedule, in_place=in_place, ends=ends),
+        ):
             empty = torch.empty
 
             def remembered(*shape: int, **how: object) -> Tensor:
@@ -86,7 +93,7 @@ class Case:
                 self.visible,
                 top_k,
                 self.page_table if row_pages is None else row_pages,
-                bool(prefill),
+                option == "prefill",
             )
         return rows, buffers
 

@@ -51,6 +51,7 @@ def emulated_row_kernel(
     seed: int = 0,
     in_place: Sequence[Tensor] = (),
     ends: tuple[int, int] | None = None,
+    constant: Sequence[Tensor] = (),
 ) -> Iterator[None]:
     """Run the GPU implementation `name` in the emulator inside. Small results are NaN before; warnings fail.
 
@@ -58,6 +59,7 @@ def emulated_row_kernel(
         name: "sm90" or "sm100".
         schedule, seed, ends: options of the emulator (`ptx_emulator.Options`).
         in_place: tensors that are too large to be copied into the emulator (`memory_layout.sparse`).
+        constant: tensors that a kernel may read before the launch before it has ended.
     """
     from ptx_emulator import Checks, emulated
 
@@ -65,6 +67,8 @@ def emulated_row_kernel(
     try:
         with emulated(checks=Checks.strict(), arch=ARCH[name], **options) as device:
             use_in_place(device, *in_place)
+            for tensor in constant:
+                device.memory.constant(tensor)
             torch.empty = results_of(device)
             yield
     finally:

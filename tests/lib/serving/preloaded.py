@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +40,10 @@ MODULES = (
     "sglang.srt.managers.detokenizer_manager",
     "torch._inductor.compile_fx",
 )
-READ_LATER = ("SGLANG_DSV4_", "SGLANG_HICACHE_", "ORACLE_", "PYTEST_", "PYTHONPATH")
+READ_LATER = (
+    *("SGLANG_DSV4_", "SGLANG_HICACHE_", "SGLANG_DISAGGREGATION_", "SGLANG_HOST_IP"),
+    *("ORACLE_", "PYTEST_", "PYTHONPATH"),
+)
 """Prefixes of variables that are read after the imports only."""
 STEMS = 2
 """Number of processes that a server spawns: a scheduler and a detokenizer. Python itself starts any further process."""
@@ -78,7 +82,7 @@ class Preloaded:
     """The process that has imported SGLang, and forks servers."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = dict(env)
+        self._env, self._lock = dict(env), threading.Lock()
         command = [sys.executable, str(Path(__file__).resolve())]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self._env, start_new_session=True
@@ -94,8 +98,9 @@ class Preloaded:
         return Started(self.ask(start={"argv": argv, "env": dict(env), "log": str(log)}), self)
 
     def ask(self, **request: object) -> Any:
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
+        with self._lock:  # servers may be started side by side
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
         assert line, f"the process that has imported SGLang has ended: exit status {self._process.wait()}"
         return json.loads(line)
 

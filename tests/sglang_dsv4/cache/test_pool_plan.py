@@ -148,12 +148,19 @@ def test_over_commit_says_what_to_do() -> None:
     assert "max-running-requests to at most" not in str(error.value)
 
 
+def as_role(monkeypatch: pytest.MonkeyPatch, mode: str, extra_slots: int | None = None) -> None:
+    """Make `pool_configurator` see a server of this --disaggregation-mode."""
+    role = SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_extra_slots=extra_slots)
+    monkeypatch.setattr(pool_configurator, "get_disagg", lambda: role)
+
+
 @pytest.fixture
 def configurator(monkeypatch: pytest.MonkeyPatch) -> Dsv4PoolConfigurator:
     """The configurator of a V4-Flash-like fp8 worker whose user asked for 16 running requests."""
     monkeypatch.setattr(pool_configurator, "geometry_of", lambda kvc: geometry(FLASH, fp8=True))
     monkeypatch.setattr(pool_configurator, "get_schedule", lambda: SimpleNamespace(max_running_requests=16))
     monkeypatch.setattr(pool_configurator, "get_memory", lambda: SimpleNamespace(disable_radix_cache=False))
+    as_role(monkeypatch, "null")
     kvc = SimpleNamespace(page_size=256, attn_dp_size=1, model_config=SimpleNamespace(context_len=65536))
     return Dsv4PoolConfigurator(kvc)
 
@@ -165,6 +172,32 @@ def test_sizes_from_a_byte_budget(configurator: Dsv4PoolConfigurator) -> None:
     assert config.max_total_num_tokens == tokens
     step = 2 * 256 * plan.bytes_per_token + plan.bytes_per_tail
     assert plan.total_bytes <= 2**30 < plan.total_bytes + step
+
+
+def test_a_decode_server_pays_for_requests_in_transfer(
+    configurator: Dsv4PoolConfigurator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 running requests, 32 in transfer and the null slot; no tails, since requests bring their rings."""
+    as_role(monkeypatch, "decode", 32)
+    tokens = configurator.calculate_pool_sizes(2**31, 256).full_max_total_num_tokens
+    plan = PoolPlan.of(configurator.geometry, tokens, 49)
+    assert plan.total_bytes <= 2**31 < plan.total_bytes + 2 * 256 * plan.bytes_per_token
+    as_role(monkeypatch, "prefill", 32)  # the flag is a decode server's
+    more = configurator.calculate_pool_sizes(2**31, 256).full_max_total_num_tokens
+    assert more > tokens
+
+
+@pytest.mark.parametrize("ratios", [FLASH, PRO, ODD], ids=["flash", "pro", "arbitrary"])
+def test_packed_pages_are_in_the_plan(ratios: tuple[int, ...]) -> None:
+    """2 rows of 584 bytes a page and HCA layer; none for plain rows, which are one run, or without transfers."""
+    sizes = (256 * 10, 3)
+    for fp8, transfers in ((True, True), (True, False), (False, True)):
+        plain = PoolPlan.of(geometry(ratios, fp8), *sizes)
+        plan = PoolPlan.of(dataclasses.replace(geometry(ratios, fp8), transfers=transfers), *sizes)
+        extra = ratios.count(128) * 11 * 2 * 584 if fp8 and transfers else 0
+        assert plan.total_bytes - plain.total_bytes == extra
+        pool = Dsv4KVPool(plan.geometry, full_tokens=sizes[0], request_slots=sizes[1], device="meta")
+        assert pool.get_kv_size_bytes() == plan.total_bytes
 
 
 def test_tails_cost_what_the_specification_says() -> None:
@@ -222,10 +255,9 @@ def test_what_the_pools_do_not_do_is_said() -> None:
     pool = Dsv4KVPool(PoolGeometry(ratios=(0,)), full_tokens=512, request_slots=2, device="meta")
     for call in (
         pool.get_state_buf_infos,
-        pool.get_contiguous_buf_infos,
+        pool.get_request_state_buf_infos,
         pool.host_pool_decls,
         lambda: pool.get_key_buffer(0),
-        lambda: pool.get_cpu_copy(None),
         lambda: pool.move_kv_cache(None, None),
         lambda: pool.translate_loc_from_full_to_swa(torch.zeros(1)),
     ):

@@ -202,7 +202,7 @@ def test_sglangs_operators_are_accepted_or_named(monkeypatch: pytest.MonkeyPatch
     assert "'odd' is SGLang's Triton product ((72, 256) in blocks of [128, 128])" in odd
     assert "linear layer 'other' is SGLang's AWQLinearMethod" in other
     assert "routed experts 'experts' is SGLang's MoE runner 'marlin' (Mxfp4MarlinMoEMethod)" in marlin
-    assert "on Hopper --moe-runner-backend dsv4 does" in marlin
+    assert "--moe-runner-backend dsv4 does, the default here" in marlin
 
 
 @pytest.mark.usefixtures("bf16", "required")

@@ -153,13 +153,13 @@ def test_the_method_stays_sglang_s_but_for_its_product(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(product, "__name__", sglang_operators.DEEP_GEMM)
     inner, layer = Checkpoints(w8a8_block_fp8_linear=product), nn.Module()
-    wrapped = fp8_linear.FewTokensConfig(inner)
+    wrapped = fp8_linear.OurProductConfig(inner)
     assert wrapped.get_quant_method(layer, "wq_b") is inner.method and inner.asked == (layer, "wq_b")
     assert isinstance(inner.method.w8a8_block_fp8_linear, fp8_linear.FewTokensProduct)
     assert inner.method.w8a8_block_fp8_linear.many is product
     assert wrapped.packed_modules_mapping == {"a": ["b"]}
     unquantised = Checkpoints()
-    method = fp8_linear.FewTokensConfig(unquantised).get_quant_method(layer, "gate")
+    method = fp8_linear.OurProductConfig(unquantised).get_quant_method(layer, "gate")
     assert method is unquantised.method and not vars(method)
 
 
@@ -195,7 +195,7 @@ def test_only_deep_gemm_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", fp8_linear.__name__)
     fp8_linear.say.cache_clear()
     inner = Checkpoints(w8a8_block_fp8_linear=triton)
-    wrapped = fp8_linear.FewTokensConfig(inner)
+    wrapped = fp8_linear.OurProductConfig(inner)
     for _ in range(2):
         assert wrapped.get_quant_method(nn.Module(), "wq_b").w8a8_block_fp8_linear is triton
     assert caplog.messages == ["FP8 linear layers: by SGLang's product, which is not DeepGEMM"]
@@ -205,7 +205,7 @@ def test_only_deep_gemm_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
 def test_linear_layers_get_it_on_hopper_only(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = Checkpoints()
     wrapped = quantised_linear_config(config(), inner)
-    assert isinstance(wrapped, fp8_linear.FewTokensConfig) and wrapped.of_checkpoint is inner
+    assert isinstance(wrapped, fp8_linear.OurProductConfig) and wrapped.of_checkpoint is inner
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert quantised_linear_config(config(), inner) is inner
 

@@ -23,6 +23,7 @@ from dsv4_kernels.moe import ref
 from sglang_dsv4.determinism import sglang_operators
 from sglang_dsv4.layers import local_experts, moe, packed_experts
 from sglang_dsv4.layers.linear import SublayerInput
+from sglang_dsv4.layers.nvfp4_experts import packed_experts_of
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
@@ -274,7 +275,7 @@ def test_what_it_does_not_serve_is_named(
     parallel = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1, moe_ep_rank=0)
     monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
     with pytest.raises(ConfigError, match=message):
-        PackedExperts(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
+        packed_experts_of(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
 
 
 def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +288,7 @@ def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> No
     assert not experts_runner.serves(arguments, SimpleNamespace(**(vars(model) | {"is_fp4_experts": False})))
     # With sixteen ranks each has 128 channels, too few for factors in addition to shifts.
     assert not experts_runner.serves(SimpleNamespace(device="cuda", tp_size=16, ep_size=1), model)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     assert not experts_runner.serves(arguments, model)
 
 

@@ -28,6 +28,7 @@ class Queues:
         self.chunked_req = Request(ids[-1])
         self._pending_chunked_abort_req = self.mm_receiver = self.dllm_config = None
         self.disaggregation_mode = DisaggregationMode.NULL
+        self.disagg_prefill_bootstrap_queue = self.disagg_decode_prealloc_queue = None
         self.beam_coordinator = SimpleNamespace(retire_group=lambda request: None)
         grammars = SimpleNamespace(grammar_queue=self.in_grammar)
         grammars.abort_requests = lambda abort: GrammarManager.abort_requests(grammars, abort)
@@ -112,3 +113,50 @@ def test_all_requests_end(end: Callable[..., Any]) -> None:
 def test_another_models_requests_are_left_to_sglang(end: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_live", None)
     assert end("ab", ("ab", "abc"))[0] == ("ab", "abc")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("rid", IDS)
+def test_between_servers_the_request_with_this_id_ends(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[..., Any], side: str, rid: str
+) -> None:
+    """Requests wait for the other server, travel, or have given up their pages."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.managers import scheduler
+
+    ended: list[list[str]] = [[], [], []]
+
+    def transfer(queue: int, name: str) -> Any:
+        return SimpleNamespace(abort=lambda: ended[queue].append(name))
+
+    class Between(Queues):
+        def __init__(self, ids: tuple[str, ...]) -> None:
+            super().__init__(ids)
+            self.waiting_queue.clear()
+            self.disaggregation_mode = DisaggregationMode(side)
+            queues = [[Request(name) for name in ids] for _ in range(3)]
+            if side == "prefill":
+                for place, queue in enumerate(queues[:2]):
+                    for request in queue:
+                        request.disagg_kv_sender = transfer(place, request.rid)
+                self.disagg_prefill_bootstrap_queue = SimpleNamespace(queue=queues[0])
+                self.disagg_prefill_inflight_queue = queues[1]
+            else:
+                arriving = [
+                    [
+                        SimpleNamespace(req=request, kv_receiver=transfer(place, request.rid), host_staged=False)
+                        for request in queue
+                    ]
+                    for place, queue in enumerate(queues[:2])
+                ]
+                self.disagg_decode_prealloc_queue = SimpleNamespace(queue=arriving[0], retracted_queue=queues[2])
+                self.disagg_decode_transfer_queue = SimpleNamespace(queue=arriving[1])
+                self.tree_cache = None
+
+    monkeypatch.setattr(scheduler, "get_parallel", lambda: SimpleNamespace(pp_size=1))
+    monkeypatch.setattr(scheduler, "get_disagg", lambda: SimpleNamespace(disaggregation_decode_retraction_backup="x"))
+    monkeypatch.setattr(scheduler, "discard_kv_cache_backup", lambda request, *_: ended[2].append(request.rid))
+    monkeypatch.setitem(globals(), "Queues", Between)
+    _, in_grammar, running, _ = end(rid)
+    assert in_grammar == running == (rid,)
+    assert ended == [[rid], [rid], [rid] if side == "decode" else []]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_dsv4.seam import default_arguments as defaults
-from sglang_dsv4.seam import moe_runner
+from sglang_dsv4.seam import moe_runner, refused_flags
 from sglang_dsv4.seam.refused_flags import refuse, refuse_unsupported_arguments, refuse_with_groups
 
 
@@ -232,8 +232,7 @@ def test_sglang_does_not_replace_a_page_size_silently(resolved: Callable[..., An
     ("field", "value", "flag"),
     [
         ("enable_streaming_session", True, "--enable-streaming-session"),
-        ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
-        ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+        ("enable_pd_role_switch", True, "--enable-pd-role-switch"),
         ("speculative_use_rejection_sampling", True, "--speculative-use-rejection-sampling on a CPU"),
         ("page_size", 64, "--page-size 64"),
     ],
@@ -242,6 +241,50 @@ def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: 
     refuse_unsupported_arguments(arguments(page_size=256), CONFIG)
     with pytest.raises(ValueError, match=flag):
         refuse_unsupported_arguments(arguments(**{field: value}), CONFIG)
+
+
+BETWEEN_SERVERS = {
+    "disaggregation_transfer_backend": "nixl",
+    "disaggregation_decode_allocation_policy": "prefill_complete",
+    "disaggregation_decode_enable_offload_kvcache": True,
+    "disaggregation_enable_kv_checksum": True,
+    "disaggregation_decode_retraction_backup": "none",
+    "disaggregation_decode_host_receive_threshold": 0.5,
+    "optimistic_prefill_attempts": 1,
+    "nnodes": 2,
+    "dp_size": 2,
+    "attn_dp_size": 2,
+    "enable_memory_saver": True,
+}
+
+
+@pytest.mark.parametrize("field", BETWEEN_SERVERS)
+def test_what_has_no_test_between_servers_is_refused_there(field: str) -> None:
+    """One server may have the flag, or has no use for it."""
+    given = {"tp_size": 2, "device": "cuda", field: BETWEEN_SERVERS[field]}
+    refuse_unsupported_arguments(arguments(**given), CONFIG)
+    for mode in ("prefill", "decode"):
+        flag = f"--{field.replace('_', '-')}.* with --disaggregation-mode {mode}: "
+        with pytest.raises(ValueError, match=flag):
+            refuse_unsupported_arguments(arguments(**given, disaggregation_mode=mode), CONFIG)
+
+
+def test_every_refusal_between_servers_is_tested() -> None:
+    assert {refusal.argument for refusal in refused_flags.BETWEEN_SERVERS} == BETWEEN_SERVERS.keys()
+
+
+def test_a_decode_server_has_no_tiers() -> None:
+    tiers = {"enable_hierarchical_cache": True, "disaggregation_transfer_backend": "mooncake"}
+    refuse_unsupported_arguments(arguments(**tiers, disaggregation_mode="prefill"), CONFIG)
+    with pytest.raises(ValueError, match="--enable-hierarchical-cache with --disaggregation-mode decode"):
+        refuse_unsupported_arguments(arguments(**tiers, disaggregation_mode="decode"), CONFIG)
+
+
+def test_a_server_that_transfers_on_a_cpu_does_not_overlap() -> None:
+    for mode in ("prefill", "decode"):
+        for device, off in (("cpu", True), ("cuda", None)):
+            given = arguments(disaggregation_mode=mode, device=device)
+            assert defaults.default_arguments(given, CONFIG).get("disable_overlap_schedule") is off
 
 
 def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:

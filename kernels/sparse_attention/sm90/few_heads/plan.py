@@ -4,9 +4,9 @@ import functools
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Uint8
+from cutlass import BFloat16, Float32, Int64, Uint8
 
-from dsv4_kernels.sparse_attention.sm90.plan import DIM, GROUPS, KEY_TILE, KEY_TILE_BYTES, STEP, Entries
+from dsv4_kernels.sparse_attention.sm90.plan import DIM, GROUP, GROUPS, KEY_TILE, KEY_TILE_BYTES, STEP, Entries
 
 COLUMNS = 16
 """Columns of the products; missing heads are zeros."""
@@ -38,6 +38,12 @@ SCORES = COLUMNS * KEY_TILE // WARPGROUP
 """Scores of a tile that a thread has."""
 ELEMENT_BYTES = DIM * COLUMNS * 4
 """Bytes of an element in shared memory: O^T [512 channels, heads] fp32."""
+GROUP_BYTES = GROUP * COLUMNS * 4
+"""Bytes of a channel group of an element."""
+FEW_TOKENS = 16
+"""Tokens of a call at most whose tiles have a CTA each."""
+MOST_TILES = 16
+"""Tiles of a token that have a CTA each at most: the CTAs of a cluster on Hopper (the portable limit is 8)."""
 STAGE_BYTES = WARPGROUP * 16
 """Bytes of e4m3 under way for one row and channel group: 16 a thread."""
 EARLY_GROUPS = 4
@@ -65,10 +71,19 @@ class FewHeads:
         return GROUPS - 1 if self.fp8_rows else 0
 
 
+@dataclass(frozen=True)
+class TileOfFewHeads(FewHeads):
+    """Compile-time parameters of the kernel with a CTA for each tile (tile.py)."""
+
+
 @functools.cache
 def shared_memory(config: FewHeads) -> type:
     """Shared memory of a CTA: 111 KiB of 113 with FP8 rows, 83 with bf16."""
     values_bytes = max(KEY_TILE_BYTES, MAX_ELEMENTS * ELEMENT_BYTES)
+    num_stats, num_barriers = MAX_ELEMENTS, 0
+    if isinstance(config, TileOfFewHeads):
+        values_bytes, num_stats = max(KEY_TILE_BYTES, MOST_TILES * GROUP_BYTES), MOST_TILES
+        num_barriers = 2
     stages_bytes = max(16, config.staged_groups * ROWS * STAGE_BYTES)
 
     @cute.struct
@@ -76,7 +91,7 @@ def shared_memory(config: FewHeads) -> type:
         q: cute.struct.Align[cute.struct.MemRange[BFloat16, COLUMNS * DIM], 1024]
         # q: [channel group][heads x 64 channels], swizzled, channels permuted as by `store_q`
         values: cute.struct.Align[cute.struct.MemRange[BFloat16, values_bytes // 2], 1024]
-        # values: [channel group][64 keys x 64 channels], swizzled; later elements, fp32 (`elements.place_of`)
+        # values: [channel group][64 keys x 64 channels], swizzled; later results, fp32 (`elements.place_of`)
         p: cute.struct.Align[cute.struct.MemRange[BFloat16, COLUMNS * KEY_TILE], 1024]
         # p: [heads x 64 keys], swizzled
         stages: cute.struct.Align[cute.struct.MemRange[Uint8, stages_bytes], 16]
@@ -84,7 +99,9 @@ def shared_memory(config: FewHeads) -> type:
         row_max: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * COLUMNS], 16]
         # row_max, row_sums: [warp][thread of a quad][its heads], over the warp's 16 keys
         row_sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * COLUMNS], 16]
-        stats: cute.struct.Align[cute.struct.MemRange[Float32, MAX_ELEMENTS * COLUMNS * 2], 16]
-        # stats: [element][head], row max and row sum
+        stats: cute.struct.Align[cute.struct.MemRange[Float32, num_stats * COLUMNS * 2], 16]
+        # stats: [element, or tile][head], row max and row sum
+        barriers: cute.struct.Align[cute.struct.MemRange[Int64, num_barriers], 8]
+        # barriers: of tile.py, `ready` and `received`
 
     return Shared

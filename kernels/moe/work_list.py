@@ -2,24 +2,28 @@
 
 Slots of an expert begin at a multiple of eight, a group; the last group is padded with empty slots. The slot of a pair
 among its expert's slots depends on timing (a counter in shared memory). The result does not: a slot's numbers do not
-depend on its index, and `rows.sum_rows` finds a token's slots by pair.
+depend on its index, and `sums.kernel` finds a token's slots by pair. One kernel serves Hopper and Blackwell.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Int32, Int64
+from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import WARP
 from dsv4_kernels.device.joint_kernel import Cta, cta_of_launch, sync_threads
 from dsv4_kernels.device.warp import prefix_sum
+from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.joint_launch import CHAIN_THREADS, Part
-from dsv4_kernels.host.launch import load_launcher
-from dsv4_kernels.moe.sm90.plan import WARP, TileField
-from dsv4_kernels.moe.sm90.workspace import GROUP, TILE_WORDS
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.moe.workspace import GROUP, TILE_WORDS, TileField, most_groups
 
 THREADS = CHAIN_THREADS
 MAX_EXPERTS = THREADS
@@ -30,6 +34,8 @@ EMPTY = -1
 """Source of a slot that pads a group, and slot of a pair whose expert is on another rank."""
 SUMS = 3
 """Numbers that are summed over all experts: groups, and work tiles of either width."""
+NEVER = (1 << 31) - 1
+"""Fewest paired work tiles of a list that has none."""
 
 
 class Arguments(NamedTuple):
@@ -179,6 +185,25 @@ def count_one(address: Int32) -> Int32:
     return ptx.asm("atom.relaxed.cta.shared.add.s32 {$w0}, [{$r0}], 1;", [Int32], address)
 
 
+# Host side
+
+
+class Listed(NamedTuple):
+    """The result of `list_work`. Buffers may be longer than the list; their rest is undefined."""
+
+    slot_of_pair: Tensor  # int32 [T, k]; negative: the expert is on another rank
+    source: Tensor  # int32 [slots]; negative: the slot pads a group
+    routing: Tensor  # fp32 [slots]
+    group_tile: Tensor  # int32 [groups]
+    tiles: Tensor  # int32 [tiles, TILE_WORDS], see `workspace.TileField`
+    totals: Tensor  # int32 [2]: work tiles, groups
+
+    @property
+    def groups(self) -> int:
+        """The most groups of slots that the list can have."""
+        return len(self.group_tile)
+
+
 PART = Part("experts_work_list", None, Arguments, body, threads=THREADS)
 """The kernel in a chain."""
 
@@ -186,3 +211,64 @@ PART = Part("experts_work_list", None, Arguments, body, threads=THREADS)
 def compile(arch: str) -> Callable[..., None]:
     """The launcher: (arguments, stream)."""
     return load_launcher("experts_work_list", "the only one", arch, launch, Arguments)
+
+
+def list_work(
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    offset: int,
+    tile_slots: int,
+    arch: str,
+    paired: tuple[int, int] | None = None,
+) -> Listed:
+    """The slots and work tiles of a call.
+
+    Args:
+        weights: [T, k] fp32, contiguous.
+        experts: [T, k] int32, contiguous, among all experts.
+        num_experts: experts of this rank; the first has id `offset`.
+        offset: id of this rank's first expert.
+        tile_slots: slots of the widest work tile.
+        arch: to compile for.
+        paired: (slots of the widest work tile whose steps use two stages, fewest such tiles with which they are
+            listed); None if no step uses two.
+
+    Raises:
+        ValueError: there are more experts than the kernel has threads.
+    """
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"mxfp4_experts_forward: {num_experts} experts on a rank; at most {MAX_EXPERTS}")
+    device, pairs = experts.device, experts.numel()
+    groups = most_groups(pairs, num_experts)
+    integers = partial(torch.empty, dtype=torch.int32, device=device)
+    listed = Listed(
+        slot_of_pair=integers(experts.shape),
+        source=integers(groups * GROUP),
+        routing=torch.empty(groups * GROUP, dtype=torch.float32, device=device),
+        group_tile=integers(groups),
+        tiles=integers(groups, TILE_WORDS),
+        totals=integers(2),
+    )
+    paired_slots, least_paired = paired or (tile_slots, NEVER)
+    arguments = Arguments(
+        experts=experts.data_ptr(),
+        weights=weights.data_ptr(),
+        num_pairs=pairs,
+        chosen=experts.shape[1],
+        num_experts=num_experts,
+        first_expert=offset,
+        tile_groups=tile_slots // GROUP,
+        paired_groups=paired_slots // GROUP,
+        least_tiles=least_paired,
+        slot_of_pair=listed.slot_of_pair.data_ptr(),
+        source=listed.source.data_ptr(),
+        routing=listed.routing.data_ptr(),
+        group_tile=listed.group_tile.data_ptr(),
+        tiles=listed.tiles.data_ptr(),
+        totals=listed.totals.data_ptr(),
+    )
+    stream = current_stream(device)
+    launched = (weights, experts)
+    joint_launch.run(PART, arch, arguments, 1, stream, launched, alone=lambda: compile(arch)(arguments, stream))
+    return listed

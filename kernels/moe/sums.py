@@ -1,0 +1,165 @@
+"""The sum over the experts of each token, the last launch of a call: on Hopper and Blackwell (sm_90a, sm_100a)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, add
+from dsv4_kernels.host.launch import current_stream, load_launcher
+from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.moe.work_list import Listed
+
+THREADS = 128
+
+
+class Arguments(NamedTuple):
+    """Dynamic arguments; addresses are Int64."""
+
+    rows: Int64  # bf16 [slots, d]
+    experts: Int64  # int32 [tokens, chosen]
+    slot_of_pair: Int64  # int32 [tokens, chosen]; negative: the expert is on another rank
+    shared: Int64  # bf16 [tokens, d], added to the sum; 0: none
+    shared_row_bytes: Int64
+    chunks: Int32  # d / 8
+    num_chunks: Int32  # of all tokens
+    out: Int64  # fp32 or bf16 [tokens, d]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Compile-time parameters of the kernel that sums."""
+
+    chosen: int
+    """Experts of a token."""
+    fp32: bool
+    """Whether the result is fp32. If it is bf16, `shared` is added to the rounded sum."""
+    adds_shared: bool
+    reads_ahead: bool = False
+    """Whether experts and slots are read before the launch before has ended: if it calls `dependent_launch.begin`, and
+    is not the one that lists them."""
+
+
+@cute.jit
+def launch(args: Arguments, config: cutlass.Constexpr[Sum], ctas: Int32, stream: cuda.CUstream) -> None:
+    """Launches one thread for eight channels of a token."""
+    kernel(args, config).launch(
+        grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on()
+    )
+
+
+@cute.kernel
+def kernel(args: Arguments, config: cutlass.Constexpr[Sum]) -> None:
+    """Sums a token's rows by rising expert, in fp32."""
+    if cutlass.const_expr(not config.reads_ahead):
+        dependent_launch.begin()
+    thread, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    unit = cta * THREADS + thread
+    token = unit // args.chunks
+    chunk = unit - token * args.chunks
+    pairs = Int64(token) * config.chosen
+    exists = args.num_chunks - unit
+    experts = [number_of_pair(args.experts + (pairs + i) * 4, exists) for i in range(config.chosen)]
+    slots = [number_of_pair(args.slot_of_pair + (pairs + i) * 4, exists) for i in range(config.chosen)]
+    if cutlass.const_expr(config.reads_ahead):
+        dependent_launch.begin()
+    if exists > 0:
+        ranks = [rank_of(experts, i) for i in range(config.chosen)]
+        sums = [Float32(0.0)] * CHUNK
+        loaded = []
+        for rank in cutlass.range_constexpr(config.chosen):
+            slot = Int32(0)
+            for i in cutlass.range_constexpr(config.chosen):
+                slot = cutlass.select_(ranks[i] == rank, slots[i], slot)
+            address = args.rows + (Int64(slot) * args.chunks + chunk) * CHUNK_BYTES
+            loaded.append(ptx.load_or_zeros(cutlass.Uint32, 4, address, slot, "ge.s32"))
+        of_shared = ()
+        if cutlass.const_expr(config.adds_shared):  # under way together with the rows
+            of_shared = bf16_rows.load_words(args.shared + Int64(token) * args.shared_row_bytes + chunk * CHUNK_BYTES)
+        for words in loaded:
+            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(words), strict=True)]
+        if cutlass.const_expr(config.adds_shared):
+            if cutlass.const_expr(not config.fp32):
+                sums = bf16_rows.channels(bf16_rows.packed(sums))
+            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(of_shared), strict=True)]
+        if cutlass.const_expr(config.fp32):
+            for half in cutlass.range_constexpr(2):
+                ptx.store_f32x4(args.out + Int64(unit) * (4 * CHUNK) + 16 * half, tuple(sums[4 * half : 4 * half + 4]))
+        else:
+            ptx.store_16_bytes(args.out + Int64(unit) * CHUNK_BYTES, bf16_rows.packed(sums))
+
+
+def number_of_pair(address: Int64, exists: Int32) -> Int32:
+    """An int32 of the list, or 0 unless `exists` is positive; from L2, because L1 may hold an earlier layer's list
+    until this thread has waited."""
+    return ptx.load_or_zeros(Int32, 1, address, exists, "gt.s32", cache=".cg")
+
+
+def rank_of(experts: list, i: int) -> Int32:
+    """The rank of a token's i-th expert in the order of rising ids; equal ids keep their order."""
+    rank = Int32(0)
+    for j, other in enumerate(experts):
+        if j != i:
+            before = other <= experts[i] if j < i else other < experts[i]
+            rank = rank + cutlass.select_(before, Int32(1), Int32(0))
+    return rank
+
+
+def compile(config: Sum, arch: str) -> Callable[..., None]:
+    """The launcher: (arguments, CTAs, stream)."""
+    return load_launcher("experts_sum", config, arch, launch, Arguments, config, Int32)
+
+
+# Host side
+
+
+def sum_rows(
+    slot_rows: Tensor,
+    experts: Tensor,
+    listed: Listed,
+    dtype: torch.dtype,
+    shared: Tensor | None,
+    arch: str,
+    reads_ahead: bool = False,
+) -> Tensor:
+    """[T, d] in `dtype`: the sums of each token's rows by rising expert, plus `shared` [T, d] bf16.
+
+    Args:
+        slot_rows: bf16 [slots, d], contiguous.
+        experts: [T, k] int32, contiguous, among the experts of all ranks.
+        listed: the slots.
+        dtype: fp32 or bf16; to a bf16 result the shared expert's output is added after rounding.
+        shared: rows of any stride; None for none.
+        arch: to compile for.
+        reads_ahead: see `Sum`.
+
+    Raises:
+        ValueError: rows of `shared` cannot be read 16 bytes at a time.
+    """
+    tokens, chosen = experts.shape
+    d = slot_rows.shape[1]
+    if shared is not None:
+        check_rows("mxfp4_experts_forward: shared", shared, d)
+    out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
+    chunks = d // CHUNK
+    arguments = Arguments(
+        rows=slot_rows.data_ptr(),
+        experts=experts.data_ptr(),
+        slot_of_pair=listed.slot_of_pair.data_ptr(),
+        shared=0 if shared is None else shared.data_ptr(),
+        shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
+        chunks=chunks,
+        num_chunks=tokens * chunks,
+        out=out.data_ptr(),
+    )
+    launcher = compile(Sum(chosen, dtype == torch.float32, shared is not None, reads_ahead), arch)
+    launcher(arguments, Int32(-(-tokens * chunks // THREADS)), current_stream(out.device))
+    return out

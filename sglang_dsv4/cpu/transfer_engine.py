@@ -1,0 +1,195 @@
+"""A transfer engine over TCP sockets with the interface of Mooncake's, for a CPU where Mooncake is not installed.
+
+SGLang's Mooncake backend asks `mooncake.engine.TransferEngine` to copy bytes of this process's memory into the memory
+of a server's process. Mooncake's wheel for CPUs has 46 MB and needs libraries of RDMA; this engine needs Python alone,
+and serves `make serve-pd` and the tests. Where the package `mooncake` is installed, it is used.
+
+A connection carries requests one after another:
+
+    number of blocks, total bytes | (address, length) of each block | the bytes     -> one byte, 0 if they are written
+
+All numbers are 8 bytes, little-endian. The receiver writes only into memory that was registered.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import importlib.util
+import logging
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<QQ")
+DONE, REFUSED = b"\0", b"\1"
+TIMEOUT_S = 30.0
+
+
+def prepare(*args: object, **kwargs: object) -> None:
+    """Before SGLang makes its Mooncake engine on a CPU: provide the engine, and let page numbers stay on the host."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    from sglang_dsv4.seam.disaggregation_hooks import HOST_INDICES
+    from sglang_dsv4.seam.install import set_attribute
+
+    set_attribute(MooncakeKVSender, HOST_INDICES)
+    if importlib.util.find_spec("mooncake") is None:
+        logger.warning("Mooncake is not installed: transfers go over TCP sockets of sglang-dsv4, on CPUs only")
+        engine = ModuleType("mooncake.engine")
+        engine.TransferEngine = TransferEngine
+        package = ModuleType("mooncake")
+        package.engine, package.__path__ = engine, []
+        sys.modules |= {"mooncake": package, "mooncake.engine": engine}
+
+
+def stays_on_host(before: bool, sender: type) -> bool:
+    """The value of `MooncakeKVSender.supports_host_tensor_indices`: False, as page numbers are on the host already."""
+    return False
+
+
+def memory(address: int, length: int) -> memoryview:
+    """The bytes [address, address + length) of this process, writable."""
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+class TransferEngine:
+    """Mooncake's `TransferEngine`, as far as SGLang uses it. Methods return 0, or -1 for a failure."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, int] = {}  # address -> length
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._server: socket.socket | None = None
+
+    def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int:
+        """Listen on a free port of `hostname`; the other arguments choose among Mooncake's transports."""
+        self._server = socket.create_server((hostname, 0), backlog=64)
+        threading.Thread(target=self._accept, name="transfers-in", daemon=True).start()
+        return 0
+
+    def get_rpc_port(self) -> int:
+        """The port of `initialize`."""
+        return self._server.getsockname()[1]
+
+    def register_memory(self, address: int, length: int) -> int:
+        """Let other servers write into [address, address + length)."""
+        return self.batch_register_memory([address], [length])
+
+    def unregister_memory(self, address: int) -> int:
+        """Undo `register_memory`; -1 if the address is not registered."""
+        return self.batch_unregister_memory([address])
+
+    def batch_register_memory(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        """Let other servers write into several regions."""
+        with self._lock:
+            self._regions |= dict(zip(addresses, lengths, strict=True))
+        return 0
+
+    def batch_unregister_memory(self, addresses: Sequence[int]) -> int:
+        """Undo `batch_register_memory`; -1 if an address is not registered."""
+        with self._lock:
+            found = [self._regions.pop(address, None) for address in addresses]
+        return -1 if None in found else 0
+
+    def transfer_sync_write(self, session: str, source: int, destination: int, length: int) -> int:
+        """Copy one block of this process's memory to the server of `session`, ``host:port``."""
+        return self.batch_transfer_sync_write(session, [source], [destination], [length])
+
+    def batch_transfer_sync_write(
+        self, session: str, sources: Sequence[int], destinations: Sequence[int], lengths: Sequence[int]
+    ) -> int:
+        """Copy blocks of this process's memory to the server of `session`; returns when they are written there."""
+        with self._lock:
+            peer = self._peers.setdefault(session, _Peer(session))
+        return peer.write(map(self.read, sources, lengths), destinations, lengths)
+
+    def send_probe(self, session: str) -> int:
+        """Whether the server of `session` answers: 0, or -1."""
+        return self.batch_transfer_sync_write(session, [], [], [])
+
+    def read(self, address: int, length: int) -> memoryview:
+        """The bytes of a block that is sent."""
+        return memory(address, length)
+
+    def write(self, address: int, length: int, fill: Callable[[memoryview], None]) -> None:
+        """Let `fill` put the bytes of a block that has arrived into their place."""
+        fill(memory(address, length))
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._server.accept()
+            threading.Thread(target=self._receive, args=(connection,), name="transfer-in", daemon=True).start()
+
+    def _receive(self, connection: socket.socket) -> None:
+        """Serve a connection until its other end closes it or sends what can't be written."""
+        with connection:
+            try:
+                while True:
+                    blocks, total = HEADER.unpack(_read(connection, HEADER.size))
+                    places = list(HEADER.iter_unpack(_read(connection, blocks * HEADER.size)))
+                    if total != sum(length for _, length in places) or not all(map(self._is_registered, places)):
+                        logger.error("a transfer of %d bytes would write into memory that is not registered", total)
+                        connection.sendall(REFUSED)
+                        return
+                    for address, length in places:
+                        self.write(address, length, partial(_read_into, connection))
+                    connection.sendall(DONE)
+            except (OSError, EOFError):
+                return
+
+    def _is_registered(self, place: tuple[int, int]) -> bool:
+        address, length = place
+        with self._lock:
+            begins = sorted(self._regions)
+            before = bisect.bisect_right(begins, address) - 1
+            return before >= 0 and address + length <= begins[before] + self._regions[begins[before]]
+
+
+class _Peer:
+    """A connection to another engine, made anew after a failure. One transfer at a time."""
+
+    def __init__(self, session: str) -> None:
+        host, _, port = session.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+
+    def write(self, blocks: Iterable[memoryview], destinations: Sequence[int], lengths: Sequence[int]) -> int:
+        with self._lock:
+            try:
+                if self._connection is None:
+                    self._connection = socket.create_connection(self._address, TIMEOUT_S)
+                    self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                places = b"".join(HEADER.pack(*place) for place in zip(destinations, lengths, strict=True))
+                self._connection.sendall(HEADER.pack(len(lengths), sum(lengths)) + places)
+                for block in blocks:
+                    self._connection.sendall(block)
+                if _read(self._connection, 1) == DONE:
+                    return 0
+            except (OSError, EOFError) as error:
+                logger.warning("a transfer to %s:%d failed: %s", *self._address, error)
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            return -1
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    buffer = bytearray(length)
+    _read_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _read_into(connection: socket.socket, buffer: memoryview) -> None:
+    while buffer:
+        received = connection.recv_into(buffer)
+        if not received:
+            raise EOFError("the other end has closed the connection")
+        buffer = buffer[received:]

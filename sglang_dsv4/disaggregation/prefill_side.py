@@ -1,0 +1,77 @@
+"""A prefill server: pages are complete, and in the form in which they travel, before they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsv4_radix_cache.pages import page_floor
+from sglang_dsv4.cache.kv_pool import Dsv4KVPool
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.seam.live import live_parts
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def tell_decode(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
+    """End a transfer on both servers; around `CommonKVSender.abort`.
+
+    SGLang ends it on this server only: a request that this server alone gives up would hold slots and pages of the
+    decode server until a timeout of minutes.
+    """
+    from sglang.srt.disaggregation.base import KVPoll
+
+    manager, room = sender.kv_mgr, sender.bootstrap_room
+    going_on = manager.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success)
+    original(sender)
+    if live_parts() is not None and going_on:
+        manager.conclude_failure(bootstrap_room=room, failure_reason="The prefill server has aborted the request.")
+
+
+def give_reason(scheduler: Scheduler, req: Req) -> None:
+    """Before a request ends at its first token: give the decode server, which answers the client, the reason."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+    finish, sender = req.to_finish or req.finished_reason, req.disagg_kv_sender
+    message = getattr(finish, "message", None)
+    if live_parts() is not None and message and isinstance(sender, CommonKVSender):
+        sender.kv_mgr.conclude_failure(bootstrap_room=sender.bootstrap_room, failure_reason=message)
+
+
+def send_prefix_early(original: Callable[..., None], scheduler: Scheduler, req: Req, allow_send: bool = True) -> None:
+    """Send the pages of a reused prefix before the rest is computed, unless copies from host memory may still write
+    them; then they are sent with the chunk.
+
+    Around `maybe_send_cached_prefix_chunk`: SGLang knows the copies of its own controller only. Copies that wait are
+    issued before the next forward; those that were issued are over when the forward is for which the sender waits, but
+    without overlap it waits for none.
+    """
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if isinstance(pool, Dsv4KVPool) and pool.page_copies is not None:
+        copies = pool.page_copies
+        allow_send = allow_send and copies.idle and (scheduler.enable_overlap or not copies.on_gpu)
+    original(scheduler, req, allow_send=allow_send)
+
+
+def pack_pages(result: Any, runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any) -> None:
+    """After a forward over prompts: copy the HCA pages that it wrote into the form in which they travel.
+
+    In the forward's stream, so the copy is over when the forward's results are on the host, and before they are sent.
+    """
+    pool, mode = runner.token_to_kv_pool, forward_batch.forward_mode
+    if not isinstance(pool, Dsv4KVPool) or pool.packed_pages is None or not mode.is_extend_without_speculative():
+        return
+    begins, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    requests, token_slots = forward_batch.req_pool_indices, runner.req_to_token_pool.req_to_token
+    first_tokens = [
+        token_slots[request, page_floor(begin) : begin + count : FULL_PAGE_TOKENS]
+        for request, begin, count in zip(requests[: len(counts)], begins, counts, strict=True)
+    ]
+    pool.packed_pages.pack(torch.cat(first_tokens).long() // FULL_PAGE_TOKENS)

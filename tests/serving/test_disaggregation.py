@@ -1,0 +1,212 @@
+"""Prefill and decode on different servers, over sockets on loopback: the bits of one server.
+
+Two servers and the one that they are compared with are started for each kind; requests go to both as a router sends
+them. SGLang's Mooncake backend transfers, over the engine of `sglang_dsv4.cpu.transfer_engine`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+from serving.pair import Pair, running_pair
+from serving.server import (
+    SLEEP_ON_IDLE,
+    TAILS,
+    Server,
+    account,
+    flush,
+    free_port,
+    is_ready,
+    output_logprobs,
+    running_server,
+    stop,
+    wait_for_files,
+    wait_until,
+)
+from serving.speculation import ALGORITHMS, HOST_TIERS, drafting_flags
+
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+CHUNK = 512
+FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", str(CHUNK))
+RADIX = ("--disaggregation-decode-enable-radix-cache",)
+KINDS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "fp8": ("--kv-cache-dtype", "fp8_e4m3"),
+    "deterministic": ("--enable-deterministic-inference",),
+    "EAGLE": drafting_flags("EAGLE"),
+    "DSPARK": drafting_flags("DSPARK"),
+}
+LENGTHS = (1, 2, 40, *(end + by for end in (128, 256, CHUNK, 768, 2 * CHUNK) for by in (-1, 0, 1)))
+"""Around the window, a page and the ends of chunks."""
+
+
+class Served(NamedTuple):
+    pair: Pair
+    one: Server
+    kind: str
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, kind = tmp_path_factory.mktemp("pair"), request.param
+    write_checkpoint(folder / "model", ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"])
+    flags = (*FLAGS, *KINDS[kind], "--enable-metrics")
+    with (
+        running_pair(folder / "model", folder, *flags, decode=RADIX) as pair,
+        running_server(folder / "model", folder / "one", *flags, SLEEP_ON_IDLE) as one,
+    ):
+        yield Served(pair, one, kind)
+
+
+def some(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 990) for _ in range(count)]
+
+
+def bits(result: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Return the tokens of an answer and their log-probabilities, the first token's too."""
+    assert len(output_logprobs(result)) == len(result["output_ids"])
+    return result["output_ids"], output_logprobs(result)
+
+
+def flush_all(served: Served) -> None:
+    for server in (served.pair.prefill, served.pair.decode, served.one):
+        flush(server)
+
+
+def test_every_length_has_the_bits_of_one_server(served: Served) -> None:
+    flush_all(served)
+    wrong = [
+        length
+        for length in LENGTHS
+        if bits(served.pair.generate(some(length, length))) != bits(served.one.generate(some(length, length)))
+    ]
+    assert not wrong
+
+
+def test_requests_at_once_have_the_bits_of_one_server(served: Served) -> None:
+    """More requests than may run, so that slots are used again while others decode."""
+    flush_all(served)
+    lengths = (700, 5, 257, 130, 1030, 64, 512, 300, 90, 900, 33, 256)
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        answers = list(pool.map(lambda n: served.pair.generate(some(n + 1, n), max_new_tokens=24), lengths))
+    for length, answer in zip(lengths, answers, strict=True):
+        assert bits(answer) == bits(served.one.generate(some(length + 1, length), max_new_tokens=24)), length
+
+
+@pytest.mark.parametrize("decode_has_it", [False, True], ids=["on the prefill side", "on the decode side"])
+def test_a_conversation_hits_and_has_the_bits_of_one_server(served: Served, decode_has_it: bool) -> None:
+    """Each turn begins with all tokens so far. The prefill server has the pages of prompts, up to a tail; the decode
+    server also has those that decoding has filled, and only the rest is transferred."""
+    flush_all(served)
+    tokens, cached = some(31, 520), []
+    for turn in range(3):
+        answer, expected = (server.generate(tokens, max_new_tokens=250) for server in (served.pair, served.one))
+        assert bits(answer) == bits(expected), turn
+        cached.append(answer["meta_info"]["cached_tokens"])
+        tokens = tokens + answer["output_ids"] + some(turn, 150)
+        flush(served.pair.prefill if decode_has_it else served.pair.decode)
+    assert cached == ([0, 768, 1024] if decode_has_it else [0, 512, 768])
+
+
+def test_draws_and_penalties_go_on_after_the_transfer(served: Served) -> None:
+    """The prefill server draws the first token, the decode server counts it."""
+    if served.kind in ALGORITHMS:
+        pytest.skip("drafts are accepted with draws of their own, which have no seed")
+    drawn = {"temperature": 0.8, "sampling_seed": 7, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    for length in (5, 300):
+        answers = [server.generate(some(9, length), **drawn) for server in (served.pair, served.one)]
+        assert bits(answers[0]) == bits(answers[1])
+        greedy = {"presence_penalty": 1.5, "max_new_tokens": 40}
+        answers = [server.generate(some(9, length), **greedy) for server in (served.pair, served.one)]
+        assert bits(answers[0]) == bits(answers[1])
+
+
+@pytest.mark.parametrize("rows", ["auto", "fp8_e4m3"])
+def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Path, rows: str) -> None:
+    """The prefill server's pool holds few prompts: pages come back from host memory, and after a flush from files, and
+    are sent on as if they had been computed there."""
+    env = TAILS | {FOLDER_VARIABLE: str(tmp_path / "files")}
+    flags = (*FLAGS, "--kv-cache-dtype", rows)
+    tiers = (*HOST_TIERS, "--max-total-tokens", "2560")
+    with running_pair(checkpoint, tmp_path, *flags, prefill=tiers, env=env) as pair:
+        prompts = [some(seed, 780) for seed in range(5)]
+        cold = [ask(pair, prompt) for prompt in prompts]
+        assert not any(found["position"] for _, found in cold)
+        answer, found = ask(pair, prompts[0])
+        assert (answer, found["pages_from"]) == (cold[0][0], {"host": 768})
+        wait_for_files(tmp_path / "files")
+        flush(pair.prefill)
+        for prompt, (expected, _) in zip(prompts[:2], cold, strict=False):
+            answer, found = ask(pair, prompt)
+            assert (answer, found["pages_from"]) == (expected, {"storage": 768})
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
+def test_sides_may_have_other_numbers_of_ranks(checkpoint: Path, tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Pools are equal on all ranks. Log-probabilities differ in their last bits, as those of other numbers of ranks."""
+    prefill, decode = (("--tp-size", str(count)) for count in ranks)
+    prompts = [some(seed, length) for seed, length in enumerate((40, 256, 700))]
+    with running_pair(checkpoint, tmp_path, *FLAGS, prefill=prefill, decode=decode) as pair:
+        answers = [pair.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
+    with running_server(checkpoint, tmp_path / "one", *FLAGS, SLEEP_ON_IDLE) as one:
+        assert answers == [one.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
+
+
+def ask(pair: Pair, prompt: list[int]) -> tuple[Any, dict[str, Any]]:
+    """Return the bits of an answer, and the prefill server's account of the prompt."""
+    response, at_prefill = pair.both(prompt, max_new_tokens=20)
+    assert response.status_code == 200, response.text
+    return bits(response.json()), account(at_prefill.result().json())
+
+
+@pytest.mark.skipif(
+    find_spec("sglang_router") is None, reason="needs sglang-router: pip install --no-deps sglang-router==0.3.2"
+)
+def test_make_serve_pd_answers_a_chat(checkpoint: Path, tmp_path: Path) -> None:
+    """The command of `make serve-pd`. The three processes end together when they are asked to."""
+    port, log = free_port(), tmp_path / "log"
+    command = [sys.executable, "-m", "sglang_dsv4.cpu.quickstart_pd", "--model-path", str(checkpoint)]
+    with log.open("wb") as out:
+        made = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None)
+        assert made.poll() is None, log.read_text()[-3000:]
+        router = Server(port, log, made, 0.0)
+        whole = router.chat("Hello!", max_tokens=12, extra_body={"ignore_eos": True})
+        assert whole.choices[0].message.content and whole.usage.completion_tokens == 12
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            for chunk in router.chat("Hello!", max_tokens=12, stream=True, extra_body={"ignore_eos": True})
+            if chunk.choices
+        ]
+        assert "".join(pieces) == whole.choices[0].message.content
+        os.killpg(made.pid, signal.SIGTERM)
+        made.wait(60)
+        assert not is_ready(port) and not is_ready(port + 1) and not is_ready(port + 2)
+    finally:
+        stop(made)
+
+
+def test_transfers_are_counted(served: Served) -> None:
+    served.pair.generate(some(77, 300))
+    metrics = requests.get(f"{served.pair.prefill.url}/metrics", timeout=60).text
+    for name in ("kv_transfer_latency_ms", "kv_transfer_speed_gb_s", "kv_transfer_total_mb"):
+        assert f"sglang:{name}" in metrics, name

@@ -1,0 +1,100 @@
+"""The transfer engine over sockets: blocks between two engines, refusals and failures."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sglang_dsv4.cpu import transfer_engine
+from sglang_dsv4.cpu.transfer_engine import TransferEngine
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[TransferEngine, TransferEngine]]:
+    pair = TransferEngine(), TransferEngine()
+    for engine in pair:
+        assert engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") == 0
+    yield pair
+
+
+def session(engine: TransferEngine) -> str:
+    return f"{HOST}:{engine.get_rpc_port()}"
+
+
+def bytes_of(seed: int, count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def test_blocks_arrive_from_several_threads(engines: tuple[TransferEngine, TransferEngine]) -> None:
+    sender, receiver = engines
+    source, target = bytes_of(1, 1 << 20), torch.zeros(1 << 20, dtype=torch.uint8)
+    assert receiver.batch_register_memory([target.data_ptr()], [target.nbytes]) == 0
+
+    def write(part: int) -> int:
+        places = range(part * (1 << 17), (part + 1) * (1 << 17), 1 << 14)
+        addresses = [source.data_ptr() + place for place in places]
+        goals = [target.data_ptr() + place for place in places]
+        return sender.batch_transfer_sync_write(session(receiver), addresses, goals, [1 << 14] * len(goals))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(write, range(8))) == [0] * 8
+    assert torch.equal(source, target)
+    assert sender.send_probe(session(receiver)) == 0
+
+
+@pytest.mark.parametrize("shift", [-1, 1], ids=["before", "after"])
+def test_memory_that_is_not_registered_stays(
+    engines: tuple[TransferEngine, TransferEngine], shift: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block that begins before a region, or ends after it, is refused as a whole; the next transfer works."""
+    sender, receiver = engines
+    source, target = bytes_of(1, 64), torch.zeros(128, dtype=torch.uint8)
+    receiver.register_memory(target.data_ptr() + 32, 64)
+    place = target.data_ptr() + 32
+    assert sender.transfer_sync_write(session(receiver), source.data_ptr(), place + shift, 64) == -1
+    assert not target.any()
+    assert "not registered" in caplog.text
+    assert sender.transfer_sync_write(session(receiver), source.data_ptr(), place, 64) == 0
+    assert receiver.unregister_memory(place) == 0 and receiver.unregister_memory(place) == -1
+    assert sender.transfer_sync_write(session(receiver), source.data_ptr(), place, 64) == -1
+
+
+def test_a_peer_that_ends_is_a_failure(engines: tuple[TransferEngine, TransferEngine]) -> None:
+    """The peer reads half of the bytes and closes; afterwards nobody listens."""
+    source = bytes_of(1, 1 << 22)
+    with socket.create_server((HOST, 0)) as server:
+
+        def read_some() -> None:
+            connection, _ = server.accept()
+            connection.recv(1 << 16)
+            connection.close()
+
+        thread = threading.Thread(target=read_some)
+        thread.start()
+        peer = f"{HOST}:{server.getsockname()[1]}"
+        assert engines[0].transfer_sync_write(peer, source.data_ptr(), 0, source.nbytes) == -1
+        thread.join()
+    assert engines[0].send_probe(peer) == -1
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["Mooncake is installed", "not installed"])
+def test_mooncake_itself_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    monkeypatch.setattr(MooncakeKVSender, "supports_host_tensor_indices", True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    for name in ("mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, name, None)  # restored at the end
+        del sys.modules[name]
+    transfer_engine.prepare()
+    assert ("mooncake.engine" in sys.modules) is not installed
+    assert MooncakeKVSender.supports_host_tensor_indices is False
