@@ -1,4 +1,4 @@
-# make serve     a server for a small random DeepSeek-V4 on this machine's CPU   make test    the test suite, but for what is slow
+# make serve     a server for a small DeepSeek-V4 on this machine's CPU          make test    the test suite, but for what is slow
 # make serve-pd  the same by two servers, for prompts and for decoding, and a router
 #
 # Variables: PYTHON=python3.11 (or 3.12, 3.13)  PORT=30000  MODEL=<checkpoint folder>  SERVE_ARGS="--tp 2 …"  TEST_ARGS="tests/kernels -k …"  WORKERS=3
@@ -10,7 +10,7 @@
 
 PYTHON      ?= python3.11
 PORT        ?= 30000
-MODEL       ?= checkpoints/tiny
+MODEL       ?= trained
 PRESET      ?= tiny
 SERVE_ARGS  ?=
 TEST_ARGS   ?=
@@ -50,19 +50,16 @@ $(STAMP):
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" sh setup_venv.sh
 	@rm -f $(VENV)/.ready-* && touch $@
 
+# Random weights; the trained ones are part of the repository and are not to be replaced.
 checkpoint: $(STAMP)
-	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint "$(MODEL)" --preset $(PRESET)
-
-# Only the default checkpoint is ours to write; MODEL=… names one that exists.
-checkpoints/tiny/config.json: $(STAMP) sglang_dsv4/cpu/random_checkpoint.py sglang_dsv4/cpu/random_tokenizer.py
-	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint checkpoints/tiny --preset tiny
+	@$(BIN)/python -m sglang_dsv4.cpu.random_checkpoint "$(MODEL:trained=checkpoints/tiny)" --preset $(PRESET)
 
 # exec: no shell stands between make and the server, so that SIGTERM to make ends it. The quick start sets OpenMP's threads.
-serve: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
+serve: $(STAMP)
 	@exec $(BIN)/python -m sglang_dsv4.cpu.quickstart --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)
 
 # The router is 30 MB and needs nothing that SGLang does not bring.
-serve-pd: $(STAMP) $(if $(filter checkpoints/tiny,$(MODEL)),checkpoints/tiny/config.json)
+serve-pd: $(STAMP)
 	@$(BIN)/python -c "import sglang_router" 2>/dev/null || \
 		$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps sglang-router==0.3.2
 	@exec $(BIN)/python -m sglang_dsv4.cpu.quickstart_pd --model-path "$(MODEL)" --port $(PORT) $(SERVE_ARGS)

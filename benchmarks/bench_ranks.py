@@ -1,6 +1,6 @@
 """Prefix hits of conversations over two caches: the rank of a request chosen by us, by SGLang, or by a router.
 
-    python benchmarks/bench_ranks.py --model checkpoints/tiny --out benchmarks/results/ranks_cpu.json [--requests 4]
+    python benchmarks/bench_ranks.py --model trained --out benchmarks/results/ranks_cpu.json [--requests 4]
         [--shared 256 1024] [--conversations 8] [--turns 4] [--seeds 1 2]
         [--contenders one prefix in_turn router router_of_ranks]
 

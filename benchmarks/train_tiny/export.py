@@ -1,6 +1,7 @@
 """Write the trained model in the released format: FP8 matrices, MXFP4 experts, the tokenizer, one safetensors file.
 
-    PYTHONPATH=benchmarks python -m train_tiny.export STATE OUT --tokenizer DATA/tokenizer.json
+    PYTHONPATH=benchmarks python -m train_tiny.export STATE OUT --tokenizer DATA/tokenizer.json \
+        --log benchmarks/results/train_tiny.json
 
 STATE is the folder that `train.py` writes. The values written are those that the last step computed with.
 """
@@ -81,8 +82,13 @@ def main() -> int:
     parser.add_argument("state", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--log", type=Path, help="file for the log of the training")
     arguments = parser.parse_args()
     state = load_state(arguments.state)
+    if arguments.log is not None:
+        figures = {name: state[name] for name in ("shape", "step", "minutes", "tokens")}
+        rows = ",\n  ".join(json.dumps(row) for row in state["log"])
+        arguments.log.write_text(json.dumps(figures)[:-1] + f',\n "rows": [\n  {rows}\n]}}\n')
     torch.set_num_threads(1)
     written = write_checkpoint(arguments.out, state["masters"], TinyShape(**state["shape"]), arguments.tokenizer)
     print(f"{arguments.out}: step {state['step']}, {written / 1e6:.1f} MB of weights")

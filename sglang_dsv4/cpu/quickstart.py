@@ -26,7 +26,7 @@ from pathlib import Path
 from sglang_dsv4 import env
 
 HOST = "127.0.0.1"
-DEFAULT_CHECKPOINT = Path("checkpoints/tiny")  # as in the Makefile; written by sglang_dsv4.cpu.random_checkpoint
+DEFAULT_CHECKPOINT = Path("trained")  # as in the Makefile: a part of the repository
 START_TIMEOUT_S = 600  # for a machine under load; an idle one needs less than a minute
 # SGLang's names of DeepSeek-V4's formats. Without them thoughts and tool calls stay in the text of an answer.
 PARSERS = {"--reasoning-parser": "deepseek-v4", "--tool-call-parser": "deepseekv4"}
@@ -81,11 +81,14 @@ def next_command(port: int, model: str) -> str:
 
 
 def what_to_type(port: int, model: Path) -> str:
-    """The chat request, and for the default checkpoint a note that the answer is noise."""
+    """The chat request, and for the default checkpoint a note of what to expect of it."""
     command = next_command(port, str(model))
     if model != DEFAULT_CHECKPOINT:
         return command
-    return f"{command}\n\nThe answer is noise: {model} has random weights. MODEL=<checkpoint folder> serves your own."
+    return (
+        f'{command}\n\nThis model is small: ask it "What is 17 + 25?" or what benchmarks/train_tiny/README.md says. '
+        "MODEL=<checkpoint folder> serves your own."
+    )
 
 
 def parser_flags(server_flags: list[str]) -> list[str]:

@@ -160,9 +160,9 @@ def test_quickstart_says_what_is_wrong_with_the_port(
     assert (quickstart_module.why_port_is_unusable(80) or "").startswith(named)
 
 
-def test_quickstart_says_that_random_weights_answer_noise() -> None:
-    assert "noise" in quickstart_module.what_to_type(30000, Path("checkpoints/tiny"))
-    assert "noise" not in quickstart_module.what_to_type(30000, Path("checkpoints/mine"))
+def test_quickstart_says_what_to_expect_of_the_small_model() -> None:
+    assert "This model is small" in quickstart_module.what_to_type(30000, quickstart_module.DEFAULT_CHECKPOINT)
+    assert "small" not in quickstart_module.what_to_type(30000, Path("checkpoints/mine"))
 
 
 def test_quickstart_passes_the_parsers_that_the_user_did_not_name() -> None:
