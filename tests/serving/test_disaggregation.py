@@ -158,8 +158,10 @@ def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
-def test_sides_may_have_other_numbers_of_ranks(checkpoint: Path, tmp_path: Path, ranks: tuple[int, int]) -> None:
-    """Pools are equal on all ranks. Log-probabilities differ in their last bits, as those of other numbers of ranks."""
+def test_sides_may_have_other_numbers_of_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Pools are equal on all ranks. Ranks add in another order, so only tokens are equal, of a model in fp32."""
+    checkpoint = tmp_path / "model"
+    write_checkpoint(checkpoint, PRESETS["tiny"], quantised=False)
     prefill, decode = (("--tp-size", str(count)) for count in ranks)
     prompts = [some(seed, length) for seed, length in enumerate((40, 256, 700))]
     with running_pair(checkpoint, tmp_path, *FLAGS, prefill=prefill, decode=decode) as pair:
