@@ -11,14 +11,17 @@ have room for 128K tokens, as a server's CUDA graphs. Rows:
 
 Contenders: `many` (the kernels of large batches: `indexer.gpu.FEW_TOKENS` is 0, and no tile has its own CTA) and `few`
 (what a call chooses). First their results are compared bit by bit; if they differ nothing is timed. A graph has CALLS
-calls, which begin early and use one set of requests each, after a copy that leaves none of them in the L2 cache; times
-are from one call to the next in microseconds, without the copy. The last line is the result as JSON.
+calls, which begin early and use one set of requests each, after a copy that leaves none of them in the L2 cache. Before
+each call comes a norm of a small row, as in a layer: a launch that fills the GPU delays the early start of the next
+one. Times are in microseconds, from the end of the norm to the end of the call, without the copy. The last line is the
+result as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,6 +36,7 @@ from torch import Tensor
 from dsv4_kernels.indexer import gpu as indexer
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
+from dsv4_kernels.norm import rms_norm_fp8
 from dsv4_kernels.quant import fp4_qdq
 from dsv4_kernels.sparse_attention import sparse_attention
 from dsv4_kernels.sparse_attention.sm90 import launch as sm90
@@ -79,7 +83,7 @@ class Layer:
 
     def csa(self) -> Tensor:
         """Return the attention's result in a CSA layer."""
-        lists = {"entry_indices": self.entry_rows, "visible": self.visible["csa"].clamp(max=TOP_K)}
+        lists = {"entry_indices": self.entry_rows, "visible": self.visible["chosen"]}
         return self.attention(lists)
 
     def hca(self) -> Tensor:
@@ -130,6 +134,7 @@ def layer_of(tokens: int, context: int, keys: KVRows, rows: KVRows, window: KVRo
         kind: torch.full((tokens,), context // ratio, dtype=torch.int32, device=device)
         for kind, ratio in (("csa", 4), ("hca", 128))
     }
+    visible["chosen"] = visible["csa"].clamp(max=TOP_K)
     chosen = torch.stack([torch.randperm(context // 4, device=device)[:TOP_K].sort().values for _ in range(tokens)])
     at = table.gather(1, chosen // (PAGE // 4)) * (PAGE // 4) + chosen % (PAGE // 4)
     return Layer(
@@ -166,6 +171,7 @@ def run(tokens: tuple[int, ...], contexts: tuple[int, ...], device: torch.device
     def flush() -> Tensor:
         return torch.add(origin, 1, out=copy)
 
+    latent, weight = torch.randn(16, 1024, device=device).bfloat16(), torch.ones(1024, device=device)
     rows = []
     print(f"{'op':6} {'tokens':>6} {'context':>8} {'many us':>9} {'few us':>9} {'ratio':>6}")
     for context in contexts:
@@ -176,17 +182,20 @@ def run(tokens: tuple[int, ...], contexts: tuple[int, ...], device: torch.device
                 for call in calls[:4]:
                     expected, found = in_many(call), call()
                     assert torch.equal(expected.view(torch.int16), found.view(torch.int16)), f"{name}: other bits"
+
+                def norm(count: int = count) -> object:
+                    return rms_norm_fp8(latent[:count], weight, 1e-6, True, None)
+
+                many = [lambda call=call: in_many(call) for call in calls]
                 contenders = {
-                    "flush": [flush],
-                    "many": [flush, *(lambda call=call: in_many(call) for call in calls)],
-                    "few": [flush, *calls],
+                    "norm": [flush, *[norm] * CALLS],
+                    "many": [flush, *itertools.chain(*((norm, call) for call in many))],
+                    "few": [flush, *itertools.chain(*((norm, call) for call in calls))],
                 }
                 times = interleaved(contenders, device, SECONDS)
-                us = {
-                    contender: (times[contender].median_us * (CALLS + 1) - times["flush"].median_us) / CALLS
-                    for contender in ("many", "few")
-                }
-                spread = max(times[contender].spread for contender in us)
+                graph_us = {name: times[name].median_us * len(calls) for name, calls in contenders.items()}
+                us = {contender: (graph_us[contender] - graph_us["norm"]) / CALLS for contender in ("many", "few")}
+                spread = max(timing.spread for timing in times.values())
                 row = {"op": name, "tokens": count, "context": context, "spread": round(spread, 4)}
                 rows.append(row | {f"{contender}_us": round(value, 2) for contender, value in us.items()})
                 ratio = us["few"] / us["many"]

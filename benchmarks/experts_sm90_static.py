@@ -45,7 +45,7 @@ def main() -> None:
                 for tokens in map(int, options.tokens.split(",")):
                     ids = inputs(model, tokens, routing, 0, torch.device("cpu")).experts
                     slots = torch.bincount(ids.flatten(), minlength=model.experts).tolist()
-                    taken = launch.shape_for(*ids.shape, model.experts)
+                    taken = launch.shape_for(*ids.shape, model.experts, 2 * model.channels // launch.TILE_ROWS)
                     case = f"{name}{'' if ranks == 1 else f'-tp{ranks}'}-{routing}-t{tokens}"
                     for shape_name, shape in SHAPES.items():
                         found = estimate(slots, model, shape)

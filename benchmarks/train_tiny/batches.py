@@ -30,7 +30,7 @@ FILLER = (
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Which lengths of rows a step has; all ranks have the same."""
+    """Lengths of a step's rows; all ranks have the same."""
 
     tokens: int
     """Tokens of a rank's batch."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from train_tiny.model import Model
+from train_tiny.model import Losses, Model
 from train_tiny.shape import Parameter, TinyShape, block_parameters, matrix, mixing_parameters, ones
 
 
@@ -74,7 +74,9 @@ class DraftModel(Model):
             rows.append(self.quantised_row(self.rotated(kv, *self.turn(0, taps.shape[1]))))
         return rows
 
-    def blocks(self, context: list[Tensor], anchors: Tensor, at: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def blocks(
+        self, context: list[Tensor], anchors: Tensor, at: Tensor, w: dict[str, Tensor], losses: Losses | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits [B, N, k, vocab] without the Markov head, and the mixed streams [B, N, k, d], of blocks.
 
         Args:
@@ -82,6 +84,7 @@ class DraftModel(Model):
             anchors: the last token of the committed text of each block [B, N].
             at: its position [B, N]: rows before it are the block's context.
             w: weights of target and draft.
+            losses: gets the experts' loads.
         """
         batch, count = anchors.shape
         k, window, d = self.draft.block_size, self.shape.sliding_window, self.draft
@@ -100,7 +103,7 @@ class DraftModel(Model):
             x = self.write_back(self.block_attention(y, w, prefix + "attn.", keys, seen, positions), x, post, comb)
             y, post, comb = self.hc_pre(x, w, prefix + "hc_ffn_")
             y = self.norm(y, w[prefix + "ffn_norm.weight"])
-            x = self.write_back(self.moe(y, None, w, prefix + "ffn.", None), x, post, comb)
+            x = self.write_back(self.moe(y, None, w, prefix + "ffn.", losses), x, post, comb)
         mixed = self.hc_head(x, w, d.last)
         hidden = self.norm(mixed, w[d.last + "norm.weight"])
         logits = F.linear(hidden.float(), w["head.weight"].float())
@@ -135,7 +138,9 @@ class DraftModel(Model):
         latent = F.embedding(previous, w[self.draft.last + "markov_head.markov_w1.weight"]).float()
         return F.linear(latent, w[self.draft.last + "markov_head.markov_w2.weight"].float()), latent
 
-    def draft_loss(self, ids: Tensor, at: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def draft_loss(
+        self, ids: Tensor, at: Tensor, w: dict[str, Tensor], losses: Losses | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of blocks whose anchors are at positions `at` [B, N] of rows ids [B, T], and its parts.
 
         Cross entropy of the next five tokens; the confidence learns the probability that a proposal is accepted,
@@ -145,7 +150,7 @@ class DraftModel(Model):
         taps, target_logits = self.taps(ids, w)
         rows = torch.arange(len(ids), device=ids.device)[:, None, None]
         steps = at.unsqueeze(-1) + torch.arange(k, device=at.device)
-        logits, mixed = self.blocks(self.context(taps, w), ids.gather(1, at), at, w)
+        logits, mixed = self.blocks(self.context(taps, w), ids.gather(1, at), at, w, losses)
         of_markov, latent = self.markov(ids[rows, steps], w)
         logits = logits + of_markov
         targets = ids[rows, steps + 1]

@@ -132,7 +132,7 @@ def coefficients(mix: Tensor, scale: Tensor, base: Tensor, eps: float) -> tuple[
 
 @dataclasses.dataclass
 class Losses:
-    """What a forward collects beside its logits."""
+    """Losses that a forward collects beside its logits."""
 
     indexer: list[Tensor] = dataclasses.field(default_factory=list)
     load: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # gate name -> [E] share of tokens

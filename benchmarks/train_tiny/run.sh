@@ -14,7 +14,7 @@ for mode in ${MODES:-all leaf off}; do
     python3 -c "exit($left < 0.5)" || break
     echo "== $mode, $left minutes, $gpus GPUs, $workers workers each"
     PYTHONPATH=$here OMP_NUM_THREADS=1 python3 -m torch.distributed.run --nnodes 1 --master-addr 127.0.0.1 \
-        --master-port 29511 --nproc-per-node "$gpus" -m train_tiny.train \
+        --master-port 29511 --nproc-per-node "$gpus" -m "${PROGRAM:-train_tiny.train}" \
         --data "$data" --state "$out" --minutes "$left" --total-minutes "$total" --workers "$workers" --compile "$mode" \
         ${resume:+--resume "$resume"} ${TRAIN_ARGS:-} 2>&1 && break
 done

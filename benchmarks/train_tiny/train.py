@@ -28,7 +28,7 @@ from torch import Tensor
 from train_tiny.batches import LOOK_AHEAD, Curriculum, Rows, batches
 from train_tiny.model import Losses, Model, compute_weights
 from train_tiny.optimiser import Optimiser
-from train_tiny.shape import TinyShape, initial, parameters
+from train_tiny.shape import Parameter, TinyShape, initial, parameters
 from train_tiny.state import load_state, save_state
 
 MTP_WEIGHT = 0.3
@@ -91,18 +91,31 @@ class Run:
         self.shape = TinyShape(
             **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(arguments.shape).items()}
         )
-        self.table = parameters(self.shape)
-        masters = initial(self.shape)
+        self.table, masters = self.begin()
         self.masters = {name: value.to(self.device) for name, value in masters.items()}
         self.optimiser = Optimiser(self.masters, self.table, self.shape.o_groups)
         self.step, self.minutes, self.tokens, self.log = 0, 0.0, 0, []
         begun = (arguments.state / "state.json").is_file()
         self._resume(arguments.state if begun or arguments.resume is None else arguments.resume)
-        self.model = Model(self.shape, device=self.device, **compilers(arguments.compile))
+        self.model = self.make_model({"device": self.device, **compilers(arguments.compile)})
         self.curriculum = Curriculum(arguments.tokens, *arguments.lengths, arguments.warm_steps)
         self.trained = [name for name, p in self.table.items() if p.update != "none"]
         self.biases = [name for name, p in self.table.items() if p.update == "none"]
         self.validation = Rows(arguments.data, "valid.u16").text_rows(arguments.lengths[0], VALIDATION_ROWS)
+
+    def begin(self) -> tuple[dict[str, Parameter], dict[str, Tensor]]:
+        """The parameters that are trained, and their initial values."""
+        return parameters(self.shape), initial(self.shape)
+
+    def make_model(self, options: dict[str, Any]) -> Model:
+        """The model, with options of `Model`."""
+        return Model(self.shape, **options)
+
+    def losses(
+        self, leaves: dict[str, Tensor], ids: Tensor, target_weights: Tensor, select: bool
+    ) -> tuple[Tensor, dict[str, Tensor], Losses]:
+        """The loss of rows, the parts of it that are logged, and the experts' loads."""
+        return losses_of(self.model, leaves, ids, target_weights, select)
 
     def _resume(self, folder: Path) -> None:
         if not (folder / "state.json").is_file():
@@ -155,7 +168,8 @@ class Run:
         for part, part_weights in parts_of_ids:
             share = len(part) / len(ids)
             select = progress >= SELECT_FROM
-            loss, parts, losses = losses_of(self.model, leaves, part, part_weights, select)
+            loss, parts, losses = self.losses(leaves, part, part_weights, select)
+            self.names = tuple(parts)
             (loss * share).backward()
             numbers = [parts[name].detach().float() for name in parts]
             found = torch.cat((torch.stack(numbers), *(losses.load[name] for name in self.biases))) * share
@@ -196,7 +210,7 @@ class Run:
             progress, norm = numbers[-2:]
             if all(map(math.isfinite, numbers)):  # the same on every rank
                 self.optimiser.step(grads, self.step, rate_at(progress, self.step))
-                self.balance(figures[5:-2])
+                self.balance(figures[len(self.names) : -2])
             self.minutes = progress * arguments.total_minutes
             self.tokens += ids.numel() * self.world
             row = {
@@ -205,10 +219,8 @@ class Run:
                 "tokens": self.tokens,
                 "length": ids.shape[1] - 2,
             }
-            row |= dict(
-                zip(("main", "mtp", "indexer", "exact", "mtp_right"), (round(n, 4) for n in numbers), strict=False)
-            )
-            row |= {"load": round(max(numbers[5:-2]), 3), "norm": round(norm, 4)}
+            row |= dict(zip(self.names, (round(n, 4) for n in numbers), strict=False))
+            row |= {"load": round(max(numbers[len(self.names) : -2]), 3), "norm": round(norm, 4)}
             self.step += 1
             if self.step % arguments.log_every == 0 or row["length"] > 2048:
                 self.log.append(row)
@@ -233,7 +245,7 @@ class Run:
 
 
 def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What torch.compile compiles: "off"; "leaf": elementwise functions; "all": also the attention of short rows."""
+    """Functions for torch.compile. "off": none; "leaf": elementwise ones; "all": also the attention of short rows."""
     if kind == "off":
         return {}
     import torch._dynamo
@@ -245,9 +257,9 @@ def compilers(kind: str) -> dict[str, Callable[[Callable[..., Any]], Callable[..
     return found
 
 
-def main() -> int:
-    """Run the command line of the module's docstring; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Train the small DeepSeek-V4.")
+def arguments_of(description: str) -> argparse.ArgumentParser:
+    """The options that training of the model and of its draft share."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--state", type=Path, required=True, help="folder to write the state to")
     parser.add_argument("--resume", type=Path, help="folder to read the state from, if not --state")
@@ -263,9 +275,14 @@ def main() -> int:
     parser.add_argument("--save-every", type=float, default=2.0, help="minutes")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--shape", default="{}", help="JSON: dimensions that differ from TinyShape's")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main(kind: type[Run] = Run, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command line of the module's docstring; returns the exit status."""
+    arguments = (parser or arguments_of("Train the small DeepSeek-V4.")).parse_args()
     torch.manual_seed(0)
-    run = Run(arguments)
+    run = kind(arguments)
     run.run()
     if run.world > 1:
         dist.destroy_process_group()

@@ -29,7 +29,9 @@ PAGES_A_CTA = 4
 FEW_TOKENS = 16
 """The most tokens of a call that gets the kernels for few tokens, whose time is one CTA's chain of loads."""
 CTAS_OF_FEW = 264
-"""Score CTAs of such a call, if a token gets more than RUNS of them so: two for each multiprocessor of an H200."""
+"""Score CTAs of such a call: two for each multiprocessor of an H200."""
+RUNS_OF_FEW = 32
+"""Score CTAs of a token in such a call at least, so that a request that is much longer than the others is shared."""
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
@@ -73,7 +75,7 @@ def _run(
     pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
     runs = -(-num_pages // pages_a_cta)
     if few_tokens:
-        runs = min(num_pages, max(RUNS, CTAS_OF_FEW // tokens))
+        runs = min(num_pages, max(RUNS_OF_FEW, CTAS_OF_FEW // tokens))
     elif of_prefill and prefill:
         (score_kernel,), pages_a_cta = of_prefill, prefill_scores.pages_a_cta(at_a_time, num_pages)
         runs = -(-num_pages // pages_a_cta)

@@ -177,11 +177,16 @@ def load_words_through_l1(address: Int64) -> tuple:
     return ptx.asm("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
 
 
+def scale_of(word: Uint32, quad: Int32) -> Uint32:
+    """The scale of a lane's block of 32 channels, from the word with the four scales of a key."""
+    return ptx.scale_pair((word >> (8 * quad)) & 0xFF)
+
+
 def keys_of(loaded: cute.Tensor, quad: Int32) -> tuple:
-    """What `load_keys` returns, of loaded words."""
+    """The result of `load_keys`, from loaded words."""
     first = (0, WORDS_OF_A_KEY)
     words = [[loaded[at + j] for j in range(4)] for at in first]
-    return words, [ptx.scale_pair((loaded[at + 4] >> (8 * quad)) & 0xFF) for at in first]
+    return words, [scale_of(loaded[at + 4], quad) for at in first]
 
 
 @cute.jit
@@ -240,7 +245,7 @@ def load_keys(codes: Int64, key: Int32, quad: Int32) -> tuple:
         place = key + 8 * i
         words.append(load_words(codes + place * CODE_BYTES + quad * 16))
         scale = codes + (PAGE_ROWS * CODE_BYTES + place * SCALE_BYTES)
-        scales.append(ptx.scale_pair((ptx.load_i32(scale).to(Uint32) >> (8 * quad)) & 0xFF))
+        scales.append(scale_of(ptx.load_i32(scale).to(Uint32), quad))
     return words, scales
 
 

@@ -72,15 +72,10 @@ def kernel(args: Arguments) -> None:
     warp_sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
     visible = ptx.load_i32(args.visible + Int64(token) * 4)
     request = ptx.load_i32(args.token_to_request + Int64(token) * 4)
-    pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
-    out = args.rows + Int64(token) * (Int64(args.top_k) * 4)
+    pages, out = addresses(args, token, request)
     scores = args.scores + Int64(token) * args.scores_row_bytes
     if visible <= args.top_k:
-        for place in cutlass.range(thread, args.top_k, THREADS, unroll=1):
-            row = Int32(-1)
-            if place < visible:
-                row = row_of(pages, place)
-            ptx.store_i32(out + Int64(place) * 4, row)
+        choose_all(args.top_k, visible, thread, pages, out)
     else:
         threshold, equals = select(scores, visible, args.top_k, thread, counts, found, warp_sums)
         compact(scores, visible, threshold, equals, thread, pages, out, warp_sums)
@@ -90,9 +85,25 @@ class Held(NamedTuple):
     """A thread's addresses in shared memory, of data that no other thread accesses."""
 
     scores: Int32
-    """Of its scores of the first round, four adjacent fp32; the next round's are ENTRIES_A_ROUND * 4 bytes later."""
+    """Four adjacent scores (fp32) of the first round; those of the next round lie ENTRIES_A_ROUND * 4 bytes later."""
     numbers: Int32
-    """Of the number of their page; the next round's is THREADS * 4 bytes later."""
+    """The number of their page; that of the next round lies THREADS * 4 bytes later."""
+
+
+def addresses(args: Arguments, token: Int32, request: Int32) -> tuple:
+    """Addresses of the request's row of the page table, and of the token's chosen rows."""
+    pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
+    return pages, args.rows + Int64(token) * (Int64(args.top_k) * 4)
+
+
+@cute.jit
+def choose_all(top_k: Int32, visible: Int32, thread: Int32, pages: Int64, out: Int64) -> None:
+    """Writes the rows of all visible entries, at most `top_k`, and -1 after them."""
+    for place in cutlass.range(thread, top_k, THREADS, unroll=1):
+        row = Int32(-1)
+        if place < visible:
+            row = row_of(pages, place)
+        ptx.store_i32(out + Int64(place) * 4, row)
 
 
 @cute.kernel
@@ -117,14 +128,9 @@ def kernel_of_few_tokens(args: Arguments) -> None:
     if (args.scores != 0) & (Int64(first) * 4 < args.scores_row_bytes):
         # The first round does not wait for the length: a row of scores has whole pages.
         ptx.copy_async(held.scores, scores + Int64(first) * 4, Int32(16))
-    pages = args.row_pages + Int64(request) * args.row_pages_row_bytes
-    out = args.rows + Int64(token) * (Int64(args.top_k) * 4)
+    pages, out = addresses(args, token, request)
     if visible <= args.top_k:
-        for place in cutlass.range(thread, args.top_k, THREADS, unroll=1):
-            row = Int32(-1)
-            if place < visible:
-                row = row_of(pages, place)
-            ptx.store_i32(out + Int64(place) * 4, row)
+        choose_all(args.top_k, visible, thread, pages, out)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
     else:
@@ -166,8 +172,8 @@ def select_held(
     found: Int32,
     warp_sums: Int32,
 ) -> tuple:
-    """As `select`. If all scores of a bucket are chosen, the threshold is the number before the bucket's, and no score
-    equal to it is chosen."""
+    """The results of `select`. If all scores of a bucket are chosen, the threshold is the number before the bucket's,
+    and no score equal to it is chosen."""
     threshold, wanted, searching = Uint32(0), top_k, Int32(1)
     for n in cutlass.range_constexpr(len(PASSES)):
         shift, bits = PASSES[n]
@@ -209,7 +215,7 @@ def sums_before(warp_sums: Int32, warp: Int32) -> tuple:
 
 @cute.jit
 def find_held_bucket(counts: Int32, found: Int32, wanted: Int32, thread: Int32, warp_sums: Int32) -> None:
-    """As `find_bucket`; the third result is the bucket's number of scores."""
+    """The results of `find_bucket`, but the third is the bucket's number of scores."""
     lane, warp = thread % 32, thread // 32
     highest = BUCKETS - 1 - thread * BUCKETS_A_THREAD
     words = ptx.load_shared_16_bytes(counts + (highest - (BUCKETS_A_THREAD - 1)) * 4)
@@ -240,7 +246,7 @@ def compact_held(
     out: Int64,
     warp_sums: Int32,
 ) -> None:
-    """As `compact`."""
+    """Writes the chosen entries as `compact` does, from scores in registers."""
     lane, warp = thread % 32, thread // 32
     above_before, equal_before, parity = Int32(0), Int32(0), Int32(0)
     for begin in cutlass.range(0, visible, ENTRIES_A_ROUND, unroll=1):

@@ -42,6 +42,9 @@ class Sum:
     fp32: bool
     """Whether the result is fp32. If it is bf16, `shared` is added to the rounded sum."""
     adds_shared: bool
+    reads_ahead: bool = False
+    """Whether experts and slots are read before the launch before has ended: if it calls `dependent_launch.begin`, and
+    is not the one that lists them."""
 
 
 @cute.jit
@@ -55,16 +58,20 @@ def launch(args: Arguments, config: cutlass.Constexpr[Sum], ctas: Int32, stream:
 @cute.kernel
 def kernel(args: Arguments, config: cutlass.Constexpr[Sum]) -> None:
     """Sums a token's rows by rising expert, in fp32."""
-    dependent_launch.begin()
+    if cutlass.const_expr(not config.reads_ahead):
+        dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     unit = cta * THREADS + thread
-    if unit < args.num_chunks:
-        token = unit // args.chunks
-        chunk = unit - token * args.chunks
-        pairs = Int64(token) * config.chosen
-        experts = [ptx.load_i32(args.experts + (pairs + i) * 4) for i in range(config.chosen)]
-        slots = [ptx.load_i32(args.slot_of_pair + (pairs + i) * 4) for i in range(config.chosen)]
+    token = unit // args.chunks
+    chunk = unit - token * args.chunks
+    pairs = Int64(token) * config.chosen
+    exists = args.num_chunks - unit
+    experts = [number_of_pair(args.experts + (pairs + i) * 4, exists) for i in range(config.chosen)]
+    slots = [number_of_pair(args.slot_of_pair + (pairs + i) * 4, exists) for i in range(config.chosen)]
+    if cutlass.const_expr(config.reads_ahead):
+        dependent_launch.begin()
+    if exists > 0:
         ranks = [rank_of(experts, i) for i in range(config.chosen)]
         sums = [Float32(0.0)] * CHUNK
         loaded = []
@@ -90,6 +97,12 @@ def kernel(args: Arguments, config: cutlass.Constexpr[Sum]) -> None:
             ptx.store_16_bytes(args.out + Int64(unit) * CHUNK_BYTES, bf16_rows.packed(sums))
 
 
+def number_of_pair(address: Int64, exists: Int32) -> Int32:
+    """An int32 of the list, or 0 unless `exists` is positive; from L2, because L1 may hold an earlier layer's list
+    until this thread has waited."""
+    return ptx.load_or_zeros(Int32, 1, address, exists, "gt.s32", cache=".cg")
+
+
 def rank_of(experts: list, i: int) -> Int32:
     """The rank of a token's i-th expert in the order of rising ids; equal ids keep their order."""
     rank = Int32(0)
@@ -109,7 +122,13 @@ def compile(config: Sum, arch: str) -> Callable[..., None]:
 
 
 def sum_rows(
-    slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None, arch: str
+    slot_rows: Tensor,
+    experts: Tensor,
+    listed: Listed,
+    dtype: torch.dtype,
+    shared: Tensor | None,
+    arch: str,
+    reads_ahead: bool = False,
 ) -> Tensor:
     """[T, d] in `dtype`: the sums of each token's rows by rising expert, plus `shared` [T, d] bf16.
 
@@ -120,6 +139,7 @@ def sum_rows(
         dtype: fp32 or bf16; to a bf16 result the shared expert's output is added after rounding.
         shared: rows of any stride; None for none.
         arch: to compile for.
+        reads_ahead: see `Sum`.
 
     Raises:
         ValueError: rows of `shared` cannot be read 16 bytes at a time.
@@ -140,6 +160,6 @@ def sum_rows(
         num_chunks=tokens * chunks,
         out=out.data_ptr(),
     )
-    launcher = compile(Sum(chosen, dtype == torch.float32, shared is not None), arch)
+    launcher = compile(Sum(chosen, dtype == torch.float32, shared is not None, reads_ahead), arch)
     launcher(arguments, Int32(-(-tokens * chunks // THREADS)), current_stream(out.device))
     return out

@@ -120,7 +120,7 @@ def assert_block(
 
 
 def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
-    """What Hopper's kernels read, 1,024 channels, has the logits of the 256 channels that were trained."""
+    """The 1,024 channels that Hopper's kernels read give the logits of the 256 channels that were trained."""
     shape = TinyShape(vocab_size=1024, index_topk=4, compress_ratios=(0, 4), n_routed_experts=2)
     build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
     write_checkpoint(tmp_path / "narrow", random_masters(shape, 5), shape, tmp_path / "tokenizer.json")

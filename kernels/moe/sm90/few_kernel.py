@@ -105,11 +105,17 @@ def kernel(args: Arguments, plan: cutlass.Constexpr) -> None:
         with cute.arch.elect_one():
             load_weights(args, plan, base, full, empty, warp - (plan.consumer_warps + plan.loading_warps))
     else:
-        dependent_launch.begin()
+        if cutlass.const_expr(plan.product is not Product.DOWN):
+            dependent_launch.begin()
+        first, _, _ = cute.arch.block_idx()
+        own = source_of(args, first // (args.row_tiles * HALVES), thread % WARP, Int32(1))
+        end = listed(args.num_tiles, Int32(1)) * (args.row_tiles * HALVES)
+        if cutlass.const_expr(plan.product is Product.DOWN):
+            dependent_launch.begin()
         if warp < plan.consumer_warps:
-            consume(args, plan, base, (full, empty, given, taken), thread)
+            consume(args, plan, base, (full, empty, given, taken), thread, end)
         else:
-            load_slots(args, plan, base, full, empty, warp - plan.consumer_warps, thread % WARP)
+            load_slots(args, plan, base, full, empty, warp - plan.consumer_warps, thread % WARP, own, end)
 
 
 def listed(address: Int64, exists: Int32) -> Int32:
@@ -180,13 +186,13 @@ def load_slots(
     empty: cute.Pointer,
     of_warps: Int32,
     lane: Int32,
+    own: Int32,
+    end: Int32,
 ) -> None:
     """One warp loads the slots of every `loading_warps`-th chunk."""
     first, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
     halves, chunks, count = args.row_tiles * HALVES, args.steps // plan.chunk, Int32(0)
-    own = source_of(args, first // halves, lane, Int32(1))
-    end = ptx.load_i32(args.num_tiles) * halves
     for index in cutlass.range(first, end, stride, unroll=1):
         group = index // halves
         for chunk in cutlass.range(of_warps, chunks, plan.loading_warps, unroll=1):
@@ -218,7 +224,7 @@ def source_of(args: Arguments, group: Int32, lane: Int32, exists: Int32) -> Int3
     """The source of a lane's slot of a group, negative for a slot that does not exist and for lanes without a slot."""
     tested = cutlass.select_(lane < GROUP, exists, Int32(0))
     address = args.source + Int64(group * GROUP + lane) * 4
-    return ptx.load_or_zeros(Int32, 1, address, tested, "gt.s32", cache="", otherwise=0xFFFFFFFF)
+    return ptx.load_or_zeros(Int32, 1, address, tested, "gt.s32", cache=".cg", otherwise=0xFFFFFFFF)
 
 
 @cute.jit
@@ -262,7 +268,7 @@ def quantise(words: tuple, slot: Int32, chunk: Int32, slots: Int32, scales: Int3
 
 
 @cute.jit
-def consume(args: Arguments, plan: cutlass.Constexpr, base: Int32, barriers: tuple, thread: Int32) -> None:
+def consume(args: Arguments, plan: cutlass.Constexpr, base: Int32, barriers: tuple, thread: Int32, end: Int32) -> None:
     """A warpgroup multiplies its chunks of every work tile."""
     full, empty, given, taken = barriers
     first, _, _ = cute.arch.block_idx()
@@ -277,7 +283,6 @@ def consume(args: Arguments, plan: cutlass.Constexpr, base: Int32, barriers: tup
     products = cute.make_rmem_tensor((4 * plan.chunk,), Float32)
     scales = cute.make_rmem_tensor((2 * plan.chunk,), Float32)
     sums = cute.make_rmem_tensor((4,), Float32)
-    end = ptx.load_i32(args.num_tiles) * halves
     for index in cutlass.range(first, end, stride, unroll=1):
         group = index // halves
         for chunk in cutlass.range(split, chunks, plan.splits, unroll=1):

@@ -7,6 +7,7 @@ Sizes of all buffers follow from shapes, and the host never waits for the device
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import ARCHITECTURES, hardware_multiprocessors
+from dsv4_kernels.host.arch import ARCHITECTURES, H200_MULTIPROCESSORS, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -41,24 +42,27 @@ from dsv4_kernels.moe.work_list import NEVER, Listed
 from dsv4_kernels.moe.workspace import EARLY_TOKENS, GROUP, most_groups
 
 ARCH = ARCHITECTURES["sm90"]
-FEW_TOKENS = 8
-"""Most tokens for which FEW is chosen: with more, two of its work tiles may need the weights of one expert."""
+FEW_TILES = H200_MULTIPROCESSORS
+"""Work tiles of a token's first product by NARROW below which FEW is chosen. With 48 (V4-Flash on four ranks) the
+experts of a token take 22.7 us by FEW and 27.4 by NARROW, those of four tokens 55.9 and 42.0
+(`benchmarks/results/experts_few_h200.json`)."""
 PAIRED_SLOTS = 56
 """Mean slots of an expert up to which decode's shapes are chosen: with 48 slots they take 0.8 of WIDE's time, with 64
 more than WIDE (`benchmarks/results/experts_prefill_h200.json`)."""
 
 
-def shape_for(tokens: int, chosen: int, num_experts: int) -> Shape:
+def shape_for(tokens: int, chosen: int, num_experts: int, row_tiles: int) -> Shape:
     """The shape of work tiles for a call, from sizes alone. All shapes give the same bits.
 
     Args:
         tokens: tokens of the call, which is also the most slots of an expert.
         chosen: experts of a token.
         num_experts: experts of this rank.
+        row_tiles: work tiles of TILE_ROWS rows of an expert's first product.
     """
     if tokens * chosen > PAIRED_SLOTS * num_experts:
         return WIDE
-    if tokens <= FEW_TOKENS:
+    if tokens == 1 and chosen * row_tiles < FEW_TILES:
         return FEW
     return NARROW if tokens <= NARROW.slots else PAIRED
 
@@ -184,9 +188,16 @@ def multiply(
     return out
 
 
-def sum_rows(slot_rows: Tensor, experts: Tensor, listed: Listed, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+def sum_rows(
+    slot_rows: Tensor,
+    experts: Tensor,
+    listed: Listed,
+    dtype: torch.dtype,
+    shared: Tensor | None,
+    reads_ahead: bool = False,
+) -> Tensor:
     """`sums.sum_rows` on Hopper."""
-    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH)
+    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH, reads_ahead)
 
 
 class Work(NamedTuple):
@@ -228,7 +239,7 @@ def plan_work(
             f"groups of {GROUP} slots; a grid has at most {MOST_CTAS_IN_Y}. Lower --chunked-prefill-size"
         )
     weights, experts = weights.float().contiguous(), experts.int().contiguous()
-    shape = shape or shape_for(*experts.shape, packed.num_experts)
+    shape = shape or shape_for(*experts.shape, packed.num_experts, packed.w13.codes.shape[1])
     least_paired = least_paired_tiles(packed, hardware_multiprocessors(experts.device))
     if overlaps is None:
         overlaps = dependent_launch.is_on() and len(experts) <= EARLY_TOKENS
@@ -301,7 +312,8 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
         ValueError: rows of `shared` cannot be read 16 bytes at a time.
     """
     with dependent_launch.switched(work.overlaps):
-        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared)
+        # The products of few tokens call `begin`, as does a product of the shared expert after them.
+        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared, reads_ahead=work.shape is FEW)
 
 
 def experts_forward(
@@ -354,7 +366,8 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     plans += few_plans(model.hidden_size, gathers=False)
     if model.joins_launches and model.quantises_inputs:
         plans += [Plan(Product.GATE_UP, NARROW, gathers=True), few_plans(model.hidden_size, gathers=True)[0]]
-    of_few_tokens = [partial(compile, plan, arch) for plan in plans]
+    of_few_tokens: list[Callable[[], object]] = [partial(compile, plan, arch) for plan in plans]
+    of_few_tokens.append(partial(sums.compile, replace(summed, reads_ahead=True), arch))
     # Calls of more than EARLY_TOKENS tokens launch nothing early.
     early = dict.fromkeys((dependent_launch.is_on(), False))
     return [

@@ -107,7 +107,7 @@ def num_clusters(device: torch.device) -> tuple[int, ...]:
     The first call queries all sizes, because a query loads a kernel, which is forbidden while a CUDA graph is captured.
     """
     device_info = cutlass.utils.HardwareInfo(device.index or 0)
-    return 0, *(device_info.get_max_active_clusters(size) for size in range(1, max(MAX_CLUSTER, MOST_TILES) + 1))
+    return 0, *(device_info.get_max_active_clusters(size) for size in range(1, MAX_CLUSTER + 1))
 
 
 def sparse_attention(problem: Problem) -> None:
@@ -244,7 +244,8 @@ def _configuration_of_few_heads(problem: Problem) -> FewHeads:
 def _tiles_with_a_cta(problem: Problem) -> int:
     """CTAs of a token in the kernel with a CTA for each tile (few_heads/tile.py), or 0 for the other kernel.
 
-    All CTAs must find room at once. Only tokens whose entries are in a page table may have more tiles than CTAs.
+    All CTAs must find room at once, two on a multiprocessor: a cluster needs room for half of its CTAs. Only tokens
+    whose entries are in a page table may have more tiles than CTAs.
     """
     tiles, clusters = max(1, problem.max_steps) * TILES_OF_STEP, num_clusters(problem.q.device)
     sizes = (tiles,) if tiles <= MOST_TILES else ()
@@ -252,7 +253,7 @@ def _tiles_with_a_cta(problem: Problem) -> int:
         sizes = (*sizes, *(size for size in (MOST_TILES, PARTS[-1]) if size < tiles))
     if problem.num_tokens > FEW_TOKENS:
         return 0
-    return next((size for size in sizes if problem.num_tokens <= clusters[size] * CTAS), 0)
+    return next((size for size in sizes if problem.num_tokens <= clusters[size // CTAS]), 0)
 
 
 def _parts(problem: Problem) -> int:

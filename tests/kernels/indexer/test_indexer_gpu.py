@@ -263,7 +263,7 @@ def test_pages_are_shared_by_the_ctas_of_a_token(monkeypatch: pytest.MonkeyPatch
     case = Case.of((700, 90), [(0, 700), (1, 90), (0, 449), (1, 64)])
     rows, (scores,) = case.run("sm90, many", 64)
     for most in (1, 3, 64):
-        monkeypatch.setattr(gpu, "RUNS", most)
+        monkeypatch.setattr(gpu, "RUNS_OF_FEW", most)
         monkeypatch.setattr(gpu, "CTAS_OF_FEW", most)
         again, (its_scores,) = case.run("sm90", 64)
         assert torch.equal(again, rows)

@@ -98,9 +98,9 @@ def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str) -> None:
     assert same_bits(launched(CASES[name], "few", quantised=True, schedule=schedule, seed=3)[0], expected)
 
 
-def test_the_second_product_reads_weights_ahead() -> None:
-    """The first waits before it reads anything: the work list is of the launch before it."""
-    ahead = {"experts_sm90_few_down": ("LDG", "LDG", "LDG")}
+def test_the_second_product_and_the_sum_read_ahead() -> None:
+    """The first product waits before it reads anything: the work list is of the launch before it."""
+    ahead = {"experts_sm90_few_down": ("LDG",) * 5, "experts_sum": ("LDG",) * 4}
     with launched_early(read_ahead=ahead):
         launched(CASES["few"], "few", quantised=True)
 

@@ -84,7 +84,7 @@ def tiles_with_a_cta(case: Case) -> int:
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90, "num_clusters", lambda device: (0, *(132 // n for n in range(1, 17))))
+        patch.setattr(sm90, "num_clusters", lambda device: (0, *(132 // n for n in range(1, 10))))
         return sm90._tiles_with_a_cta(case.problem())
 
 
@@ -257,10 +257,8 @@ def test_tiles_have_a_cta_where_all_find_room(
 ) -> None:
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
-    # An H200 whose GPCs have 16 or 18 multiprocessors, one of them fewer.
-    monkeypatch.setattr(
-        sm90, "num_clusters", lambda device: (0, *(132 // n for n in range(1, 9)), *(8,) * 4, *(7,) * 4)
-    )
+    # Clusters on an H200, as its driver counts them.
+    monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, 132, 66, 39, 30, 22, 17, 15, 15, 9))
     steps = num_steps(window, entries)
     problem = SimpleNamespace(
         num_tokens=tokens,

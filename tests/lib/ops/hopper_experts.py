@@ -43,15 +43,15 @@ def arranged(experts: int, d: int, channels: int) -> arrangement.HopperExperts:
 
 @contextlib.contextmanager
 def reading_ahead(device: Any) -> Iterator[None]:
-    """Inside, the second product of few tokens may read weights and the work list before it waits.
+    """Inside, the second product and the sum of few tokens may read weights and the work list before they wait.
 
-    The emulator takes each launch for one that may overlap all earlier ones. Of the second product's, the work list's
-    has ended: the first product waits for it before it releases the second.
+    The emulator takes each launch for one that may overlap all earlier ones. The work list's has ended before the
+    second product: the first product waits for it before it releases the second.
     """
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.sm90.plan import FewPlan, Product
 
-    multiply = launch.multiply
+    multiply, sum_rows = launch.multiply, launch.sum_rows
 
     def declared(plan: Any, listed: Any, codes: Any, scales: Any, weights: Any, limit: float = 0.0) -> Any:
         if isinstance(plan, FewPlan) and plan.product is Product.DOWN:
@@ -59,7 +59,12 @@ def reading_ahead(device: Any) -> Iterator[None]:
                 device.memory.constant(tensor)
         return multiply(plan, listed, codes, scales, weights, limit)
 
-    with mock.patch.object(launch, "multiply", declared):
+    def declared_sum(rows: Any, experts: Any, listed: Any, *arguments: Any, reads_ahead: bool = False) -> Any:
+        for tensor in (experts, listed.slot_of_pair) if reads_ahead else ():
+            device.memory.constant(tensor)
+        return sum_rows(rows, experts, listed, *arguments, reads_ahead)
+
+    with mock.patch.multiple(launch, multiply=declared, sum_rows=declared_sum):
         yield
 
 

@@ -89,7 +89,7 @@ def test_no_variant_of_the_hopper_kernel_is_left_for_the_first_request(
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
     monkeypatch.setattr(sm90, "num_multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(multiprocessors // n for n in range(1, 17))))
+    monkeypatch.setattr(sm90, "num_clusters", lambda device: (0, *(multiprocessors // n for n in range(1, 10))))
 
     def variant(problem: Problem | SimpleNamespace) -> tuple:
         if problem.num_heads <= sm90.FEW_HEADS:

@@ -287,7 +287,7 @@ def compute_scores(
 def multiply_half_group(
     mma: cute.TiledMma, scores: cute.Tensor, operand: cute.Tensor, q: cute.Tensor, j: int, accumulate: object
 ) -> None:
-    """As `rows.multiply_half_group`; whether the first product accumulates may be known at run time only."""
+    """Multiplies as `rows.multiply_half_group`; the GPU may decide whether the first product accumulates."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     for k in range(2):
