@@ -21,6 +21,7 @@ import pytest
 import requests
 from serving.pair import Pair, running_pair
 from serving.server import (
+    READY_TIMEOUT_S,
     SLEEP_ON_IDLE,
     TAILS,
     Server,
@@ -189,7 +190,8 @@ def test_make_serve_pd_answers_a_chat(checkpoint: Path, tmp_path: Path) -> None:
             [*command, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None)
+        # Two servers that import everything at the same time.
+        wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None, 2 * READY_TIMEOUT_S)
         assert made.poll() is None, log.read_text()[-3000:]
         router = Server(port, log, made, 0.0)
         whole = router.chat("Hello!", max_tokens=12, extra_body={"ignore_eos": True})
