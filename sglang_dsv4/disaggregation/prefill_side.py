@@ -69,6 +69,8 @@ def pack_pages(result: Any, runner: ModelRunner, forward_batch: ForwardBatch, *a
     if not isinstance(pool, Dsv4KVPool) or pool.packed_pages is None or not mode.is_extend_without_speculative():
         return
     begins, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    if begins is None or counts is None:  # a warm-up, without requests
+        return
     requests, token_slots = forward_batch.req_pool_indices, runner.req_to_token_pool.req_to_token
     first_tokens = [
         token_slots[request, page_floor(begin) : begin + count : FULL_PAGE_TOKENS]

@@ -21,6 +21,7 @@ import pytest
 import requests
 from serving.pair import Pair, running_pair
 from serving.server import (
+    READY_TIMEOUT_S,
     SLEEP_ON_IDLE,
     TAILS,
     Server,
@@ -158,8 +159,10 @@ def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
-def test_sides_may_have_other_numbers_of_ranks(checkpoint: Path, tmp_path: Path, ranks: tuple[int, int]) -> None:
-    """Pools are equal on all ranks. Log-probabilities differ in their last bits, as those of other numbers of ranks."""
+def test_sides_may_have_other_numbers_of_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    """Pools are equal on all ranks. Ranks add in another order, so only tokens are equal, of a model in fp32."""
+    checkpoint = tmp_path / "model"
+    write_checkpoint(checkpoint, PRESETS["tiny"], quantised=False)
     prefill, decode = (("--tp-size", str(count)) for count in ranks)
     prompts = [some(seed, length) for seed, length in enumerate((40, 256, 700))]
     with running_pair(checkpoint, tmp_path, *FLAGS, prefill=prefill, decode=decode) as pair:
@@ -187,7 +190,8 @@ def test_make_serve_pd_answers_a_chat(checkpoint: Path, tmp_path: Path) -> None:
             [*command, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None)
+        # Two servers that import everything at the same time.
+        wait_until(lambda: "Ready after" in log.read_text() or made.poll() is not None, 2 * READY_TIMEOUT_S)
         assert made.poll() is None, log.read_text()[-3000:]
         router = Server(port, log, made, 0.0)
         whole = router.chat("Hello!", max_tokens=12, extra_body={"ignore_eos": True})

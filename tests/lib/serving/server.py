@@ -139,9 +139,9 @@ def is_ready(port: int) -> bool:
         return False
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = READY_TIMEOUT_S) -> None:
     """Wait for something that a server does after its start; a request that it does not answer counts as False."""
-    deadline = time.monotonic() + READY_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             if holds():

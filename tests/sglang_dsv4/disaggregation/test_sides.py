@@ -246,5 +246,7 @@ def test_a_forward_packs_the_pages_that_it_wrote() -> None:
     batch = partial(SimpleNamespace, forward_mode=mode, req_pool_indices=torch.tensor([2, 1]))
     prefill_side.pack_pages(None, runner, batch(extend_prefix_lens_cpu=[300, 0], extend_seq_lens_cpu=[300, 256]))
     assert packed == [8 + 1, 8 + 2, 4]  # tokens [300, 600) of slot 2, [0, 256) of slot 1
+    prefill_side.pack_pages(None, runner, batch(extend_prefix_lens_cpu=None, extend_seq_lens_cpu=None))
+    assert len(packed) == 3
     pool.packed_pages = None
     prefill_side.pack_pages(None, runner, batch(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[1]))
