@@ -32,6 +32,7 @@ def test_a_variant_is_compared_by_kind_of_case() -> None:
     assert found["narrow_over_ours_decode_1_4"] == 1.0
 
 
+@pytest.mark.slow
 def test_every_variant_is_held_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of a sweep in the emulator; a wrong variant is not timed."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")

@@ -363,7 +363,8 @@ def test_saturated_sigmoids_and_large_values(arch: str, sign: float) -> None:
     check_boundary(out, i)
 
 
-@pytest.mark.parametrize("d", [4096, pytest.param(7168, marks=pytest.mark.slow)], ids=["flash", "pro"])
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [4096, 7168], ids=["flash", "pro"])
 def test_the_models_widths(arch: str, d: int) -> None:
     """Right results; and the compiler's numbers for many tokens match the plan, with one team and with several:
     registers and shared memory for the planned CTAs of a multiprocessor. 28 words of a thread may be on the stack, of

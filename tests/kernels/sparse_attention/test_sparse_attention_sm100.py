@@ -287,6 +287,7 @@ def test_resources_are_the_recorded_ones() -> None:
         assert not over, f"{config} needs more than {limits[config]}: {over}"
 
 
+@pytest.mark.slow
 def test_compiles_for_b300() -> None:
     """The kernel compiles for B300, which docs/blackwell.md names."""
     from lib.cubin import resources

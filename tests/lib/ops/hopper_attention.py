@@ -26,9 +26,13 @@ def is_quick(spec: Spec) -> bool:
     return configuration in QUICK
 
 
+LONG_HERE = (*LONG, "split_128_heads", "large_scores_split")
+"""Prefixes of the names of cases that take Hopper's kernels long; `split_128` and `large_scores` are like them."""
+
+
 def with_marks(names: Collection[str]) -> list:
     """Parameters of cases; long cases and those that need further kernels are slow."""
-    return with_slow_marks(names, [n for n in names if is_quick(CASES[n]) and not n.startswith(LONG)])
+    return with_slow_marks(names, [n for n in names if is_quick(CASES[n]) and not n.startswith(LONG_HERE)])
 
 
 def launch(case: Case, multiprocessors: int = 132, **options: object) -> Tensor:

@@ -72,7 +72,14 @@ def test_same_prompt_in_every_slot(served: Served, whole: list[Tensor]) -> None:
         assert_same_bits(actual, whole[1][:70])
 
 
-@pytest.mark.parametrize("dtype, rows", [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8_e4m3")])
+@pytest.mark.parametrize(
+    "dtype, rows",
+    [
+        pytest.param("float32", "auto", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "auto", marks=pytest.mark.slow),
+        ("bfloat16", "fp8_e4m3"),
+    ],
+)
 def test_rows_of_the_released_dimensions(serve: Callable[..., Served], dtype: str, rows: str) -> None:
     """512 channels, pro-like layers, plain and 584-byte rows; chunks, decode and batch at once."""
     served = serve("pro-like", dtype=dtype, qat="full", server_args=dict(kv_cache_dtype=rows), **REAL_ROWS)

@@ -175,7 +175,7 @@ def test_other_weights_of_a_draft_are_another_identity(engine: DraftingEngine) -
     assert engine.cache.storage.backend.identity == identity and identity["draft"] in SHAPES
 
 
-@pytest.mark.parametrize("fault", ["not restored", "not saved from a prefill"])
+@pytest.mark.parametrize("fault", with_slow_marks(["not restored", "not saved from a prefill"], quick=["not restored"]))
 def test_a_fault_is_noticed(engine: DraftingEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, pool = engine.pool.tail_memory, engine.draft.runner.token_to_kv_pool
     engine.flush()

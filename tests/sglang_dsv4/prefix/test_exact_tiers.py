@@ -15,13 +15,14 @@ import torch
 from cache.zero_copy_storage import FromConfig
 from prefix.cold import REMAINDERS, assert_equals_cold, some
 from prefix.served import ServedEngine, fill, poison_free_pages, push_out
+from selection.marks import with_slow_marks
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from torch import Tensor
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE, Fault, identity_digest
 from sglang_dsv4.prefix.identity import weights_fingerprint
 
-QUICK_REMAINDERS = ("0-mod-4", "255-mod-256")
+QUICK_REMAINDERS = ("255-mod-256",)
 """Tests of other remainders are slow; `test_exact` tests all remainders within a compression group."""
 
 
@@ -123,7 +124,7 @@ def test_under_pressure(engine: ServedEngine) -> None:
         assert_equals_cold(logits, wanted, hit)
 
 
-@pytest.mark.parametrize("lost", ["CSA entries", "HCA entries", "indexer keys"])
+@pytest.mark.parametrize("lost", with_slow_marks(["CSA entries", "HCA entries", "indexer keys"], quick=["HCA entries"]))
 def test_a_part_that_is_not_loaded_is_seen(engine: ServedEngine, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison with the cold answer notices that one part of a page's record is not loaded."""
     prompt = some(31, 700)

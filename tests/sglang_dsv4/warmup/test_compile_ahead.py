@@ -89,7 +89,7 @@ def test_kernels_of_forwards_of_any_size_are_compiled(hopper: dict[tuple, bool])
             assert ("hyper_connection", repr(plan)) in found, tokens
     for heads_a_warp in {1, norm_rope_store.HEADS_A_WARP}:
         assert ("norm_rope_store", repr(f"{heads_a_warp} heads a warp")) in found
-    kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 1, "index_prefill_scores": 1}
+    kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 2, "index_prefill_scores": 1}
     for name, count in kinds.items():
         assert sum(one == name for one, _ in found) == count, name
 
