@@ -36,3 +36,23 @@ def check_rows(what: str, x: Tensor, dim: int | None = None) -> None:
             f"multiples of {UNIT_BYTES} bytes; got {x.dtype} {tuple(x.shape)} with strides {x.stride()} at address "
             f'{x.data_ptr():#x}. The implementation "ref" takes any'
         )
+
+
+def check_codes(what: str, codes: Tensor, dim: int) -> None:
+    """Checks that a kernel can read rows of FP8 codes in units of 16 bytes.
+
+    Args:
+        what: the tensor's name in the message.
+        codes: [T, dim], one byte a channel.
+        dim: the required number of channels.
+
+    Raises:
+        ValueError: another shape, channels that are not contiguous, or rows at addresses that are not multiples of 16
+            bytes.
+    """
+    rows_apart = codes.stride(0) if len(codes) > 1 else 0
+    if codes.shape[1] != dim or codes.stride(1) != 1 or rows_apart % UNIT_BYTES or codes.data_ptr() % UNIT_BYTES:
+        raise ValueError(
+            f"{what} must be [T, {dim}] with contiguous channels and rows at multiples of {UNIT_BYTES} bytes; got "
+            f"{tuple(codes.shape)} with strides {codes.stride()} at {codes.data_ptr():#x}"
+        )

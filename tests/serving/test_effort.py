@@ -12,24 +12,10 @@ from serving.server import Server
 from sglang.srt.parser.deepseek_recipe_renderer import DeepSeekRecipe
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from sglang_dsv4.acceptance.encoding_cases import ABSOLUTE, BEYOND
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.requests.chat import reasoning_effort as effort
 
-ABSOLUTE = (
-    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
-    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
-    "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
-    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered "
-    "alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
-)
-BEYOND = (
-    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
-    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the "
-    "problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying "
-    "cause rather than any surface symptom.\n"
-    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain "
-    "that no assumption remains unchecked and no error remains undiscovered.\n\n"
-)
 APRIL = {None: "", "high": "", "max": ABSOLUTE}
 LATER = {None: "", "low": "", "high": ABSOLUTE, "max": BEYOND}
 # Efforts that SGLang accepts and the encoder lacks. April: none has a text. Later: minimal is low, the others high.

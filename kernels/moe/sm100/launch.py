@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.launch import current_stream, load_launcher
-from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.host.strides import check_codes, check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe import sums, work_list
 from dsv4_kernels.moe.sm100 import nvfp4
@@ -227,19 +227,8 @@ def multiply_all(
             rows = quantise(x, packed)
         else:
             rows = Rows(*quantised)
-            check_codes(rows.codes, packed.hidden_size)
+            check_codes("mxfp4_experts_forward on sm100: codes of tokens", rows.codes, packed.hidden_size)
         return output_rows(hidden_rows(rows, packed, work, swiglu_limit), packed, work)
-
-
-def check_codes(codes: Tensor, hidden_size: int) -> None:
-    """Refuses codes of tokens that the first product cannot gather."""
-    rows_apart = codes.stride(0) if len(codes) > 1 else 0
-    if codes.shape[1] != hidden_size or codes.stride(1) != 1 or rows_apart % 16 or codes.data_ptr() % 16:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm100: codes of tokens must be [T, {hidden_size}] with contiguous channels and "
-            f"rows at multiples of 16 bytes; got {tuple(codes.shape)} with strides {codes.stride()} at "
-            f"{codes.data_ptr():#x}"
-        )
 
 
 def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, H200_MULTIPROCESSORS, hardware_multiprocessors
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
-from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.host.strides import check_codes, check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
 from dsv4_kernels.moe import sums, work_list
 from dsv4_kernels.moe.sm90 import few_kernel, rows
@@ -271,7 +271,7 @@ def multiply_all(
     listed, shape = work.listed, work.shape
     gathers = quantised is not None and shape in (FEW, NARROW)
     if gathers:
-        check_codes(quantised[0], packed.hidden_size)
+        check_codes("mxfp4_experts_forward on sm90: codes of tokens", quantised[0], packed.hidden_size)
     with dependent_launch.switched(work.overlaps):
         if shape is FEW:
             of_tokens = quantised if gathers else (x, None)
@@ -286,17 +286,6 @@ def multiply_all(
 def few_plans(hidden_size: int, gathers: bool) -> tuple[FewPlan, FewPlan]:
     """The plans of both products for few tokens, from d and whether codes of tokens are gathered."""
     return few_plan(Product.GATE_UP, hidden_size // STEP, quantises=not gathers), few_plan(Product.DOWN)
-
-
-def check_codes(codes: Tensor, hidden_size: int) -> None:
-    """Refuses codes of tokens that the first product cannot gather."""
-    rows_apart = codes.stride(0) if len(codes) > 1 else 0
-    if codes.shape[1] != hidden_size or codes.stride(1) != 1 or rows_apart % 16 or codes.data_ptr() % 16:
-        raise ValueError(
-            f"mxfp4_experts_forward on sm90: codes of tokens must be [T, {hidden_size}] with contiguous channels and "
-            f"rows at multiples of 16 bytes; got {tuple(codes.shape)} with strides {codes.stride()} at "
-            f"{codes.data_ptr():#x}"
-        )
 
 
 def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor | None) -> Tensor:

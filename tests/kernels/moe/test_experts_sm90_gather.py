@@ -19,6 +19,7 @@ from ops.number_formats import same_bits
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host.strides import check_codes
 from dsv4_kernels.moe import Mxfp4Experts
 from dsv4_kernels.quant import fp8_quantise
 
@@ -71,13 +72,11 @@ def test_deleted_synchronisation_of_a_gather_is_noticed() -> None:
 
 
 def test_codes_that_cannot_be_gathered() -> None:
-    from dsv4_kernels.moe.sm90 import launch
-
     codes = torch.zeros(2, 264, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for wrong in (codes[:, :256], codes[:, :256].T, codes):
         with pytest.raises(ValueError, match=r"codes of tokens must be \[T, 256\] with contiguous channels"):
-            launch.check_codes(wrong, 256)
-    launch.check_codes(codes[:1, :256], 256)
+            check_codes("codes of tokens", wrong, 256)
+    check_codes("codes of tokens", codes[:1, :256], 256)
 
 
 @pytest.mark.gpu
