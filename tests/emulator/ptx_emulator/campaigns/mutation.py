@@ -10,9 +10,9 @@ when the memory after the launch differs, or when there is a new warning.
 It prints the full record (every deletion that was not caught, with its reason) and, with --write, replaces the case's
 summary in results/mutation.json. A wait that never had to wait under any of the seven schedules is no mutant: deleting
 it changes nothing that these runs could show. A person writes the reason of each deletion that is not caught into
-results/mutation_reasons.json: {case: {PTX text, or "PTX text #n of m": reason}}; "#n of m" is the n-th of the kernel's m
-instructions with this text (a line number would move with any change of the kernel). A reason begins with "redundant"
-or with "blind spot"; the catch rate of a class leaves the redundant deletions out.
+results/mutation_reasons.json: {case: {PTX text, or "PTX text #n of m": reason}}; "#n of m" is the n-th of the
+kernel's m instructions with this text (a line number would move with any change of the kernel). A reason begins with
+"redundant" or with "blind spot"; the catch rate of a class leaves the redundant deletions out.
 
 At the end all deletions that were not caught are made together. If the result is still not caught, none of these
 instructions stands in for another: instructions whose deletion is caught provide the same order.
