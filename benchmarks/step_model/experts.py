@@ -32,11 +32,11 @@ WAIT_CLOCKS = 60
 
 
 @cache
-def slots_of_experts(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
+def slots_of_experts(num_experts: int, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
     """Return the slots of each expert for the benchmark's routing (lib/experts_inputs.py)."""
-    narrow = Model(model.experts, 1, 1)
+    narrow = Model(num_experts, 1, 1)
     counts = (
-        inputs(narrow, tokens, routing, seed, torch.device("cpu")).experts.flatten().bincount(minlength=model.experts)
+        inputs(narrow, tokens, routing, seed, torch.device("cpu")).experts.flatten().bincount(minlength=num_experts)
     )
     return tuple(counts.tolist())
 

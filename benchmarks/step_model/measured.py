@@ -126,7 +126,7 @@ def _experts(name: str, gpu: Gpu, shape: object = None, codes: bool = False) -> 
     ranks = int(parts[1][2:]) if parts[1].startswith("tp") else 1
     whole = MODELS[parts[0]]
     model = Model(whole.experts, whole.d, whole.channels // ranks)
-    slots = experts.slots_of_experts(model, int(tokens), parts[-1])
+    slots = experts.slots_of_experts(model.experts, int(tokens), parts[-1])
     return tuple(experts.calls(model, slots, int(tokens), gpu, codes, shape)), experts.early(int(tokens))
 
 

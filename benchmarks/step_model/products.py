@@ -112,9 +112,9 @@ def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channe
     """Return the counts of `linear_fp32` or, with several groups, `grouped_linear` (kernels/linear/gpu.py)."""
     arch = ARCHITECTURES["sm90" if gpu.is_hopper else "sm100"]
     tile = invariant.chosen(arch, tokens, rows, groups, gpu.multiprocessors)
-    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     if isinstance(tile, Tile):
-        return _by_mma_sync(name, tile, ctas, tokens, rows, gpu, groups, channels)
+        return by_mma_sync(name, tile, tokens, rows, groups, gpu, channels)
+    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     rounds = -(-ctas // gpu.multiprocessors)
     a_step = 2 * tile.rows * tile.tokens * CHUNK / gpu.bf16_flops_clock
     bytes_of_tile = (tile.rows + min(tokens, tile.tokens)) * channels * 2
@@ -131,9 +131,9 @@ def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channe
     )
 
 
-def _by_mma_sync(
-    name: str, tile: Tile, ctas: int, tokens: int, rows: int, gpu: Gpu, groups: int, channels: int
-) -> Launch:
+def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu: Gpu, channels: int = 4096) -> Launch:
+    """Return the counts of a product by a tile of kernels/linear/kernel.py."""
+    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     shared = min(int(SHARED_BYTES // (tile.shared_bytes + 1024)), 2048 // tile.threads)
     rounds = -(-ctas // (gpu.multiprocessors * shared))
     busiest_ctas = min(rounds * shared, -(-ctas // gpu.multiprocessors))

@@ -134,7 +134,7 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> tuple[list[Launch], list[Launch]]:
     """Return the launches of the main and of the second stream, from the gate to the sum of the experts."""
     m, t = f.model, f.tokens
     model = Model(m.experts.experts, m.dim, m.experts.channels // f.ranks)
-    slots = experts.slots_of_experts(model, t, "uniform")
+    slots = experts.slots_of_experts(model.experts, t, "uniform")
     main = [
         products.in_fp32("gate", t, model.experts, gpu, channels=m.dim),
         rows.row_kernel("route_topk_logits", t, gpu),

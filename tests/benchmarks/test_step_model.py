@@ -16,6 +16,7 @@ from step_model import attention, blackwell, experts, index, measured, products,
 from step_model.hardware import B200, H200, Fitted, Gpu
 from step_model.launch import Launch, bound_by, parts_us, time_us
 
+from dsv4_kernels.linear import gpu
 from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
 
 ROUND = Fitted(
@@ -190,6 +191,22 @@ def test_errors_are_within_the_bounds_of_the_document(document: dict) -> None:
     assert document["held_out"]["mean"] < 0.15 and document["steps"]["mean"] < 0.15
     assert document["held_out"]["worst"] < 0.7 and document["steps"]["worst"] < 0.42
     assert not measured.FITTED.keys() & measured.HELD_OUT.keys()
+
+
+@pytest.mark.parametrize(
+    ("rows_of_weight", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (32_320, 1)], ids=str
+)
+def test_blackwell_s_tiles_are_near_the_best_by_the_model(rows_of_weight: int, groups: int) -> None:
+    """The choice by bytes of a wave, against every tile, from one token to a chunk."""
+    arch = "sm_100a"
+    for tokens in (1, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 8192):
+        shape = tokens, rows_of_weight, groups
+
+        def us(tile: object, shape: tuple[int, int, int] = shape) -> float:
+            return time_us(products.by_mma_sync("", tile, *shape, B200), B200)
+
+        least = min(map(us, gpu.TILES))
+        assert us(gpu.chosen(arch, *shape, B200.multiprocessors)) <= 1.25 * least, shape
 
 
 @pytest.mark.slow
