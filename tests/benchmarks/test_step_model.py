@@ -55,6 +55,8 @@ def test_terms_of_the_stream_overlap_and_the_others_add_up() -> None:
     launch = Launch("", ctas=100, memory=8e6, clocks={"port": 6000.0}, chain=500)
     assert time_us(launch, GPU, early=False) == pytest.approx(1.0 + 2.0 + 0.5 + 6.0)
     assert bound_by(launch, GPU, early=False) == "port"
+    assert time_us(replace(launch, link=1e6), GPU) == pytest.approx(time_us(launch, GPU))
+    assert time_us(replace(launch, link=1e6, waits_for_link=True), GPU) == pytest.approx(time_us(launch, GPU) + 4.0)
 
 
 def test_a_launch_that_loads_ahead_hides_its_first_load_and_as_much_as_fits_into_idle_time() -> None:
