@@ -324,7 +324,7 @@ def _jobs(model: ModelShapes, arch: str, numbers: Numbers) -> list[Callable[[], 
     jobs: list[Callable[[], object]] = [
         *(partial(compile, Plan(product, tokens, numbers), arch) for tokens in WIDTHS for product in Product),
         partial(sums.compile, summed, arch),
-        partial(work_list.compile, arch),
+        *work_list.compile_jobs(arch),
     ]
     if numbers is Numbers.NVFP4:
         jobs.append(partial(nvfp4.compile, arch))
