@@ -383,7 +383,8 @@ def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLa
     Raises:
         ValueError: names the part of the model, and numbers that can.
     """
-    problem = Topology(arguments.tp_size, arguments.attn_dp_size, arguments.ep_size).problem(config)
+    exchanges = env.choice("SGLANG_DSV4_EXPERT_ROWS") == "exchange"
+    problem = Topology(arguments.tp_size, arguments.attn_dp_size, arguments.ep_size, exchanges).problem(config)
     if problem is not None:
         raise ValueError(f"sglang-dsv4 can't serve this checkpoint on {arguments.tp_size} ranks: {problem}")
 
