@@ -116,6 +116,28 @@ def test_parts_of_ranks_sum_up(rank: Callable[..., PackedExperts]) -> None:
     assert_close(by_experts, expected())
 
 
+def test_rows_of_pairs_of_two_ranks_have_the_bits_of_one(rank: Callable[..., PackedExperts]) -> None:
+    """As they are exchanged: rows of tokens with gaps between them, one row back for each pair, added on one rank."""
+    from ptx_emulator import emulated
+
+    shared = torch.randn(11, D, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wanted = forward(rank(), shared, torch.bfloat16)
+    x, weights, experts = batch()
+    with_gaps = torch.cat([x, x[:, :8]], 1)[:, :D]
+    rows, places = [], torch.full_like(experts, -1)
+    with emulated(arch="sm_90a", multiprocessors=3):
+        for ep_rank in range(2):
+            layer = rank(ep_size=2, ep_rank=ep_rank)
+            of_rank, row_of_pair = layer.rows_of_pairs(with_gaps, weights, experts)
+            local = row_of_pair >= 0
+            assert torch.equal(local, experts // 2 == ep_rank)
+            places[local] = torch.arange(int(local.sum()), dtype=torch.int32) + sum(map(len, rows))
+            rows.append(of_rank[row_of_pair[local]])
+        assert layer.rows_of_pairs(x[:0], weights[:0], experts[:0])[0].shape == (0, D)
+        found = layer.sum_of_pairs(torch.cat(rows), places, experts, shared)
+    assert same_bits(found, wanted)
+
+
 def test_loading_again_gives_the_same(rank: Callable[..., PackedExperts]) -> None:
     """`/update_weights_from_disk`, and the reload of the old weights if it fails."""
     layer = rank()
