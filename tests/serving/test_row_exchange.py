@@ -1,6 +1,6 @@
 """`SGLANG_DSV4_EXPERT_ROWS=exchange` over gloo: ranks with requests of their own answer with the bits of one process.
 
-CPU only: the GPU's tests are in `test_row_exchange_gpu.py`.
+CPU only: the GPU's tests are in `test_data_parallel_gpu.py`.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
 
     from dsv4_kernels.moe.sm90 import launch
 
-    model = SimpleNamespace(experts_per_token=CHOSEN, experts_sum_fp32=False, joins_launches=False)
+    model = SimpleNamespace(hidden_size=D, experts_per_token=CHOSEN, experts_sum_fp32=False, joins_launches=False)
     with emulated(arch="sm_90a", multiprocessors=3):
         for job in launch.compile_jobs(model, launch.ARCH):
             job()
@@ -341,6 +341,7 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
             ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
             work = layer.plan(torch.ones(ids.shape), ids)
             layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
+            layer.sum_of_pairs(*layer.rows_of_pairs(x, torch.ones(ids.shape), ids), ids, x)
     assert len(compile_cache.origins()) == known
 
 

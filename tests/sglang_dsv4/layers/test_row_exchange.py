@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from math import comb
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -235,3 +238,23 @@ def test_experts_whose_rows_cannot_be_exchanged_are_refused(kind: str, monkeypat
     with pytest.raises(ConfigError, match=named):
         moe.check_exchange(experts)
     moe.check_exchange(layer(torch.float32, False).experts)
+
+
+def test_the_document_s_bytes_are_those_of_the_messages() -> None:
+    """`docs/data_parallel.md`; `test_what_travels` compares messages with the same formulas."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "data_parallel.md").read_text()
+    d, chosen, experts = 4096, 6, 256
+    of_pair, of_token = 2 * d, 2 * d + 8 * chosen  # bytes; the latter is a multiple of 16
+    rows = re.findall(r"^\| (\d) GPUs \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [2, 4, 8]
+    for ranks, *found in rows:
+        ranks = int(ranks)
+        from_others = (ranks - 1) / ranks
+        reached = ranks * (1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen))
+        expected = (
+            from_others * 2 * of_pair,
+            from_others * 3 * of_pair,  # fp32 parts of sums
+            from_others * (reached * of_token + chosen * of_pair) / ranks,
+            from_others * (of_token + chosen * of_pair),
+        )
+        assert [float(one) for one in found] == [round(one / 1000, 1) for one in expected]
