@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class GlooThreads:
-    """As many ranks as `size`, each in a group of its own for attention data parallelism.
+    """Ranks that are threads, each in a group of its own for attention data parallelism.
 
     Attributes:
         size: number of ranks.

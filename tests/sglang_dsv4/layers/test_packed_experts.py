@@ -117,7 +117,7 @@ def test_parts_of_ranks_sum_up(rank: Callable[..., PackedExperts]) -> None:
 
 
 def test_rows_of_pairs_of_two_ranks_have_the_bits_of_one(rank: Callable[..., PackedExperts]) -> None:
-    """As they are exchanged: rows of tokens with gaps between them, one row back for each pair, added on one rank."""
+    """Rows as they are exchanged: tokens with gaps between them, one row back for each pair, added on one rank."""
     from ptx_emulator import emulated
 
     shared = torch.randn(11, D, generator=torch.Generator().manual_seed(2)).bfloat16()

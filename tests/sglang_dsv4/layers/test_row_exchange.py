@@ -106,7 +106,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Tenso
 
 
 def alone(counts: tuple[int, ...], dtype: torch.dtype, hashed: bool) -> list[Tensor]:
-    """What one rank with all experts makes of each rank's tokens, token by token."""
+    """Return the outputs for each rank's tokens, one at a time, of one rank with all experts."""
     whole = layer(dtype, hashed)
     rows, ids = tokens_of(counts, dtype)
     made = [
