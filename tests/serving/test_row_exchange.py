@@ -5,6 +5,8 @@ CPU only: the GPU's tests are in `test_data_parallel_gpu.py`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,26 +31,28 @@ SERVERS = [
 
 
 @pytest.fixture(scope="module")
-def of_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Answers]]:
-    """Each kind's checkpoint, and the answers of a server of one rank. A checkpoint's experts have two blocks of
-    channels, which four ranks can't share: none is sharded."""
-    found = {}
-    for kind in dict.fromkeys(kind for _, kind, _ in SERVERS):
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Answers]]:
+    """A function of a kind: its checkpoint, and the answers of a server of one rank. A checkpoint's experts have two
+    blocks of channels, which four ranks can't share: none is sharded."""
+
+    @functools.cache
+    def answered(kind: str) -> tuple[Path, Answers]:
         folder = tmp_path_factory.mktemp(kind)
         write_checkpoint(folder / "model", ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"])
         env = TAILS | EXCHANGE
         with running_server(folder / "model", folder / "log", *group_flags(kind, 1, 1), env=env) as server:
-            found[kind] = folder / "model", [bits(question.ask(server, None)) for question in questions(kind)]
-    return found
+            return folder / "model", [bits(question.ask(server, None)) for question in questions(kind)]
+
+    return answered
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "kind", "steps"), SERVERS)
 def test_the_bits_of_one_rank_alone_and_busy(
-    ranks: int, kind: str, steps: str, of_one: dict[str, tuple[Path, Answers]], tmp_path: Path
+    ranks: int, kind: str, steps: str, of_one: Callable[[str], tuple[Path, Answers]], tmp_path: Path
 ) -> None:
     """Alone, all other ranks are idle; at once, ranks prefill while others decode, and finish at different times."""
-    model, wanted = of_one[kind]
+    model, wanted = of_one(kind)
     env, flags = TAILS | EXCHANGE, (*group_flags(kind, ranks, ranks), "--ep-size", str(ranks))
     if steps == "graphs":
         env |= replayed_graphs.install(tmp_path / "graphs")
@@ -69,9 +73,9 @@ def test_the_bits_of_one_rank_alone_and_busy(
 
 
 @pytest.mark.slow
-def test_another_order_of_the_sum_is_noticed(of_one: dict[str, tuple[Path, Answers]], tmp_path: Path) -> None:
+def test_another_order_of_the_sum_is_noticed(of_one: Callable[[str], tuple[Path, Answers]], tmp_path: Path) -> None:
     """The gather adds a part a rank: the same answers would mean that this test cannot tell orders apart."""
-    model, wanted = of_one["deterministic"]
+    model, wanted = of_one("deterministic")
     flags = (*group_flags("deterministic", 2, 2), "--ep-size", "2")
     with running_server(model, tmp_path / "log", *flags, env=TAILS) as server:
         assert [bits(question.ask(server, 0)) for question in questions("deterministic")] != wanted
