@@ -19,6 +19,7 @@ row, and no owner reads them.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from sglang_dsv4 import env
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_EXPERT_ROWS"
 FIXED_TOKENS = 64
@@ -50,6 +53,14 @@ def is_chosen() -> bool:
 def is_on() -> bool:
     """Whether experts' rows are exchanged in this process: with one rank there is nothing to exchange."""
     return is_chosen() and get_parallel().attn_dp_size > 1
+
+
+def log_choice() -> None:
+    """Log once a server that rows are exchanged; log nothing if they are gathered, or with one rank."""
+    if is_on() and get_parallel().tp_rank == 0:
+        logger.info(
+            "experts' rows: exchanged between %d ranks (%s), with the bits of one", get_parallel().tp_size, VARIABLE
+        )
 
 
 class Arrived(NamedTuple):

@@ -218,6 +218,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.start_layer, self.end_layer = 0, self.dsv4_config.num_hidden_layers
         checks.check_model(self)
         peer_sums.set_up(self.lm_head.weight.device)
+        row_exchange.log_choice()
 
     @torch.no_grad()
     def forward(
