@@ -92,6 +92,13 @@ SWITCHES = (
         "that memory cannot be mapped; ours: the server stops there); or SGLang's all-reduce",
     ),
     Switch(
+        "SGLANG_DSV4_EXPERT_ROWS",
+        ("gather", "exchange"),
+        "gather",
+        "gather: with attention data parallelism all ranks get all tokens for their experts, and return a part of each "
+        "token's sum; exchange: tokens go to their experts' ranks, whose rows come back, with the bits of one GPU",
+    ),
+    Switch(
         "SGLANG_DSV4_RANK_CHOICE",
         ("prefix", "sglang"),
         "prefix",

@@ -245,7 +245,7 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
     """
     with dependent_launch.switched(work.overlaps):
         arch = architecture("sm100", slot_rows.device)
-        return sums.sum_rows(slot_rows, work.experts, work.listed, dtype, shared, arch)
+        return sums.sum_rows(slot_rows, work.experts, work.listed.slot_of_pair, dtype, shared, arch)
 
 
 def check_packed(name: str, packed: Packed, of_type: type, multiple: int) -> None:

@@ -197,7 +197,7 @@ def sum_rows(
     reads_ahead: bool = False,
 ) -> Tensor:
     """`sums.sum_rows` on Hopper."""
-    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH, reads_ahead)
+    return sums.sum_rows(slot_rows, experts, listed.slot_of_pair, dtype, shared, ARCH, reads_ahead)
 
 
 class Work(NamedTuple):
