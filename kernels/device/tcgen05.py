@@ -4,6 +4,8 @@ import cutlass
 from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device import dependent_launch
+
 SWIZZLE_ROW_BYTES = 128
 """The span of the 128-byte swizzle: 64 bf16."""
 
@@ -45,3 +47,19 @@ def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
         stride_byte_offset=8 * 16,
         layout=prims.Tcgen05SmemSwizzle.NONE,
     )
+
+
+def allocate(tmem_address: cutlass.Pointer, columns: int) -> None:
+    """Allocates columns of tensor memory, whose address is written to shared memory; called by one warp.
+
+    It first waits for the kernel before, which by then has freed its tensor memory (`dependent_launch`, rule 5).
+    """
+    dependent_launch.wait()
+    prims.tcgen05_alloc(tmem_address, columns, group="cta_1")
+    prims.tcgen05_relinquish_alloc_permit(group="cta_1")
+
+
+def free(tmem: prims.TmemAddr, columns: int) -> None:
+    """Frees what `allocate` gave; called by the same warp, after a barrier of all warps that access it."""
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    prims.tcgen05_dealloc(tmem.as_ptr(Float32), columns, group="cta_1")

@@ -46,7 +46,7 @@ def test_scores_and_choice(name: str, schedule: str) -> None:
         assert torch.equal(rows[token], chosen(scores[token], count, 64, pages)), f"token {token}"
 
 
-@pytest.mark.parametrize("name", ["sm90", "sm90, prefill"])
+@pytest.mark.parametrize("name", ["sm90", "sm90, prefill", "sm100, prefill"])
 @pytest.mark.parametrize("heads", [8, 24])
 def test_fewer_heads(heads: int, name: str) -> None:
     case = Case.of((130,), [(0, 130)], heads=heads)
@@ -132,29 +132,32 @@ def test_rows_of_more_tokens_than_32_bits_count(name: str) -> None:
     assert not buffers and rows.nbytes > 1 << 32 and torch.equal(rows[-3:], expected)
 
 
-def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_prefill_in_many_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than a CTA has, of requests that change within a CTA; some runs of pages have no visible entry."""
-    from dsv4_kernels.indexer import prefill_scores
+    from dsv4_kernels.indexer import gpu
 
     case = Case.of(
-        (700, 90, 400), [(0, 690 + i) for i in range(5)] + [(1, 80), (2, 399), (0, 3), (0, 0), (2, 65), (0, 700)]
+        (700, 90, 400), [(0, 690 + i) for i in range(5)] + [(1, 80), (2, 399), (0, 3), (0, 0), (2, 65), (0, 700)] * 2
     )
-    rows, (scores,) = case.run("sm90", 64)
+    rows, (scores,) = case.run(f"{name}, many", 64)
+    _, of_prefill = gpu.score_kernels(ARCH[name])
     for ctas in (1, 10**6):
-        monkeypatch.setattr(prefill_scores, "CTAS", ctas)
-        again, (its_scores,) = case.run("sm90, prefill", 64)
+        monkeypatch.setattr(of_prefill, "CTAS", ctas)
+        again, (its_scores,) = case.run(f"{name}, prefill", 64)
         assert torch.equal(again, rows)
         for token, count in enumerate(case.visible.tolist()):
             if count > 64:
                 assert torch.equal(its_scores[token, :count], scores[token, :count])
 
 
-def test_a_token_has_one_score_in_every_forward() -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_token_has_one_score_in_every_forward(name: str) -> None:
     """The kernels for few and for many tokens and for prefills give the same scores, the last one with different
     instructions, also where partial sums are rounded."""
     case = inexact()
-    rows, (scores,) = case.run("sm90", 64)
-    for other in ("sm90, many", "sm90, prefill"):
+    rows, (scores,) = case.run(name, 64)
+    for other in (f"{name}, many", f"{name}, prefill"):
         again, (its_scores,) = case.run(other, 64)
         assert torch.equal(again, rows)
         for token, count in enumerate(case.visible.tolist()):
@@ -274,20 +277,29 @@ def test_pages_are_shared_by_the_ctas_of_a_token(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize(
-    ("name", "launched", "prefill"),
-    [("index_prefill_scores", 0, True), ("index_topk", 1, True), ("index_topk_of_few", 1, False)],
+    ("name", "kernel", "launched", "prefill"),
+    [
+        ("index_prefill_scores", "sm90", 0, True),
+        ("index_prefill_tcgen05", "sm100", 0, True),
+        ("index_topk", "sm90", 1, True),
+        ("index_topk_of_few", "sm90", 1, False),
+    ],
 )
-def test_deleted_synchronisation_is_noticed(name: str, launched: int, prefill: bool) -> None:
-    """The case has more entries than a CTA processes at once."""
+def test_deleted_synchronisation_is_noticed(
+    name: str, kernel: str, launched: int, prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The case has more entries than a CTA processes at once, in one run on Blackwell: every role waits for another."""
     from ptx_emulator import Checks, emulated
 
-    from dsv4_kernels.indexer import gpu
+    from dsv4_kernels.indexer import gpu, prefill_tcgen05
 
-    case = Case.of((2300, 90), [(0, 2300), (1, 80), (0, 700)], heads=8)
+    monkeypatch.setattr(prefill_tcgen05, "CTAS", 1)
+    entries = 700 if kernel == "sm100" else 2300
+    case = Case.of((entries, 90), [(0, entries), (1, 80), (0, 680)], heads=8)
     pages = case.page_table
-    with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
+    with emulated(checks=Checks.strict(), arch=ARCH[kernel], record=True) as device:
         arguments = (case.q, case.head_weights, case.keys, pages, PAGE, case.request, case.visible, 64, pages, prefill)
-        gpu.sm90(*arguments)
+        getattr(gpu, kernel)(*arguments)
     rates = delete_synchronisation(name, device, launched)
     assert rates and set(rates.values()) == {1}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.quant import fp4_qdq
 
-ALL_KERNELS = ("sm90", "sm100, many", "sm90, prefill")
+ALL_KERNELS = ("sm90", "sm100, many", "sm90, prefill", "sm100, prefill")
 """Kernels for few tokens, for many and for prefills; of the first two, which both architectures have, each on one."""
 
 
