@@ -47,7 +47,7 @@ def test_scores_and_choice(name: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm90, prefill", "sm100, prefill"])
-@pytest.mark.parametrize("heads", [8, 24])
+@pytest.mark.parametrize("heads", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_fewer_heads(heads: int, name: str) -> None:
     case = Case.of((130,), [(0, 130)], heads=heads)
     rows, (scores,) = case.run(name, 50)
@@ -294,8 +294,8 @@ def test_deleted_synchronisation_is_noticed(
     from dsv4_kernels.indexer import gpu, prefill_tcgen05
 
     monkeypatch.setattr(prefill_tcgen05, "CTAS", 1)
-    entries = 700 if kernel == "sm100" else 2300
-    case = Case.of((entries, 90), [(0, entries), (1, 80), (0, 680)], heads=8)
+    entries, more = (700, [(0, 690), (0, 600), (0, 700)]) if kernel == "sm100" else (2300, [])
+    case = Case.of((entries, 90), [(0, entries), (1, 80), (0, 700), *more], heads=8)
     pages = case.page_table
     with emulated(checks=Checks.strict(), arch=ARCH[kernel], record=True) as device:
         arguments = (case.q, case.head_weights, case.keys, pages, PAGE, case.request, case.visible, 64, pages, prefill)
@@ -371,16 +371,42 @@ def test_queries_may_begin_early(name: str) -> None:
 def test_compiled_without_spills(name: str) -> None:
     from ptx_emulator import emulated
 
-    from dsv4_kernels.indexer import prefill_scores, scores, topk
+    from dsv4_kernels.indexer import gpu, scores, topk
 
     kernels = {"scores": lambda: scores.compile(ARCH[name], 64), "topk": lambda: topk.compile(ARCH[name])}
     kernels["scores of few"] = lambda: scores.compile(ARCH[name], 64, True)
     kernels["topk of few"] = lambda: topk.compile(ARCH[name], True)
-    if name == "sm90":
-        kernels["prefill"] = lambda: prefill_scores.compile(ARCH[name], 64)
-    most = {"scores": 232, "topk": 64, "prefill": 128, "scores of few": 255, "topk of few": 64}
+    kernels["prefill"] = lambda: gpu.score_kernels(ARCH[name])[1].compile(ARCH[name], 64)
+    of_prefill = {"sm90": 128, "sm100": 120}[name]  # with 512 and 544 threads
+    most = {"scores": 232, "topk": 64, "prefill": of_prefill, "scores of few": 255, "topk of few": 64}
     with emulated(arch=ARCH[name]):
         assert_no_spills(kernels, most)
+
+
+def test_blackwell_s_prefill_fits_a_multiprocessor() -> None:
+    """Shared and tensor memory, for any number of heads; runs of whole tiles, the fewer the more tokens a call has."""
+    from dsv4_kernels.indexer import prefill_tcgen05 as prefill
+
+    for heads in range(8, 65, 8):
+        plan = prefill.Plan(heads)
+        assert plan.smem_bytes <= 227 * 1024 and plan.tmem_columns <= 512 and heads % plan.chunk == 0
+    assert [prefill.pages_a_cta(8192, pages) for pages in (1, 2, 3, 16, 2048)] == [2, 2, 4, 22, 64]
+    assert [prefill.pages_a_cta(tokens, 256) for tokens in (1, 13, 100, 1000)] == [2, 2, 4, 42]
+
+
+def test_forms_are_those_of_known_right_kernels() -> None:
+    """The product of 64 heads is one that released kernels execute."""
+    from ptx_emulator import Checks, emulated
+    from ptx_emulator.campaigns.form_coverage import foreign_forms, forms_of, uncovered
+
+    from dsv4_kernels.indexer import gpu
+
+    case = Case.of((130,), [(0, 130)])
+    of_tokens = case.request, case.visible, 64, case.page_table, True
+    with emulated(checks=Checks.strict(), record=True) as device:
+        gpu.sm100(case.q, case.head_weights, case.keys, case.page_table, PAGE, *of_tokens)
+    missing = set(uncovered(forms_of(device.recordings[0]), foreign_forms()))
+    assert not {form for form in missing if "tcgen05" in form}, missing
 
 
 @pytest.mark.parametrize(
