@@ -33,7 +33,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.device import dependent_launch, mbarrier, ptx, tcgen05
+from dsv4_kernels.device import dependent_launch, ptx, tcgen05
 from dsv4_kernels.device.bf16_rows import add
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
@@ -189,16 +189,13 @@ def kernel(args: Arguments, plan: cutlass.Constexpr[Plan], num_tokens: Int32) ->
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     first_token = tile * TOKENS
     if warp == Warp.MMA:
-        mbarrier.initialise(
-            barriers,
-            [
-                (Barrier.KEYS, STAGES, WARPS_OF_GROUP),
-                (Barrier.EMPTY, STAGES, 1),
-                (Barrier.DONE, ACCUMULATORS, 1),
-                (Barrier.FREE, ACCUMULATORS, WARPS_OF_GROUP),
-            ],
-        )
-        tcgen05.allocate(tmem_address, plan.tmem_columns)
+        groups = [
+            (Barrier.KEYS, STAGES, WARPS_OF_GROUP),
+            (Barrier.EMPTY, STAGES, 1),
+            (Barrier.DONE, ACCUMULATORS, 1),
+            (Barrier.FREE, ACCUMULATORS, WARPS_OF_GROUP),
+        ]
+        tcgen05.set_up(barriers, groups, tmem_address, plan.tmem_columns)
     else:
         dependent_launch.wait()
         load_token(args, tokens, thread, first_token, num_tokens)
