@@ -165,7 +165,7 @@ def sm90(*arguments: object, **named: object) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def sm100(*arguments: object, **named: object) -> Tensor | tuple[Tensor, Tensor]:
-    """As `sm90`, on Blackwell (B200, GB200, B300)."""
+    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Blackwell (B200, GB200, B300); see `sm90`."""
     return _product("sm100", *arguments, **named)
 
 
