@@ -267,7 +267,7 @@ _ROWS = (
         "linear",
         STEP,
         PRODUCT,
-        _kernel("sm90", "linear.fp8_weight_gpu:sm90", "compile_jobs"),
+        *_kernels("linear.fp8_weight_gpu:{}", "compile_jobs"),
         devices=GPU,
         option=Option.FP8_WO_A,
     ),

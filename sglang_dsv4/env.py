@@ -114,7 +114,7 @@ SWITCHES = (
     Switch(
         "SGLANG_DSV4_WO_A",
         ("both", "fp8", "bf16"),
-        "both on Hopper with an FP8 checkpoint, else bf16",
+        "both on Hopper and Blackwell with an FP8 checkpoint, else bf16",
         "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(
