@@ -65,9 +65,10 @@ class Side(NamedTuple):
 
 
 class Memory:
-    """A pool, memory for plain copies, and the engine with which both are registered."""
+    """A pool, memory for a plain copy of half of its pages and of rings, and the engine with which both are
+    registered."""
 
-    def __init__(self, device: str, pool_pages: int, plain_bytes: int, fill: bool) -> None:
+    def __init__(self, device: str, pool_pages: int, fill: bool) -> None:
         from dsv4_kernels.kv_layout import RowFormat
         from sglang_dsv4.cache.geometry import PoolGeometry
         from sglang_dsv4.cache.kv_pool import Dsv4KVPool
@@ -76,18 +77,22 @@ class Memory:
         geometry = PoolGeometry(FLASH_RATIOS, transfers=True, **formats)
         tokens = pool_pages * PAGE_TOKENS
         self.pool = Dsv4KVPool(geometry, full_tokens=tokens, request_slots=RING_SLOTS, device=device)
-        self.plain = torch.zeros(plain_bytes, dtype=torch.uint8, device=device)
+        self.pages, self.rings = self.pool.get_contiguous_buf_infos(), self.pool.ring_buf_infos()
+        self.plain = torch.zeros(self.bytes_of(pool_pages // 2), dtype=torch.uint8, device=device)
         if fill:
             for tensor in (self.plain, *(storage for _, _, storage in self.pool.tensors())):
                 tensor.view(torch.uint8).random_(0, 256)
-        self.pages, self.rings = self.pool.get_contiguous_buf_infos(), self.pool.ring_buf_infos()
         self.engine = started_engine(device)
-        regions = [(self.plain.data_ptr(), plain_bytes)]
+        regions = [(self.plain.data_ptr(), self.plain.nbytes)]
         for buffers in (self.pages, self.rings):
             regions += zip(buffers.addresses, buffers.lengths, strict=True)
         addresses, lengths = zip(*regions, strict=True)
         if self.engine.batch_register_memory(list(addresses), list(lengths)) != 0:
             raise RuntimeError("the engine can't register the memory")
+
+    def bytes_of(self, pages: int) -> int:
+        """Return the bytes of a prompt of so many pages."""
+        return pages * sum(self.pages.item_lengths) + sum(self.rings.item_lengths)
 
     def told(self) -> Side:
         """Return what the other side needs to write here."""
@@ -142,21 +147,19 @@ def started_engine(device: str) -> Engine:
     return engine
 
 
-def receive(connection: Connection, device: str, pool_pages: int, plain_bytes: int) -> None:
+def receive(connection: Connection, device: str, pool_pages: int) -> None:
     """Be the decode server: let the other process write, and answer with sums of what has arrived."""
-    memory = Memory(device, pool_pages, plain_bytes, fill=False)
+    memory = Memory(device, pool_pages, fill=False)
     connection.send(memory.told())
     while (asked := connection.recv()) is not None:
         connection.send(memory.sums(*asked))
 
 
 @contextmanager
-def receiver(device: str, pool_pages: int, plain_bytes: int) -> Iterator[Connection]:
+def receiver(device: str, pool_pages: int) -> Iterator[Connection]:
     """Start the receiving process; yield the connection to it, whose first message is its `Side`."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    work = multiprocessing.get_context("spawn").Process(
-        target=receive, args=(theirs, device, pool_pages, plain_bytes), daemon=True
-    )
+    work = multiprocessing.get_context("spawn").Process(target=receive, args=(theirs, device, pool_pages), daemon=True)
     work.start()
     try:
         yield ours
@@ -214,20 +217,16 @@ def measure(lengths: Sequence[int], devices: tuple[str, str]) -> list[Rate]:
     Raises:
         RuntimeError: bytes have not arrived as they were sent.
     """
-    largest = max(lengths) // PAGE_TOKENS
-    pool_pages = 2 * largest
-    memory = Memory(devices[0], pool_pages, 1, fill=True)
-    whole = largest * sum(memory.pages.item_lengths) + sum(memory.rings.item_lengths)
-    del memory
-    memory, rates = Memory(devices[0], pool_pages, whole, fill=True), []
+    pool_pages = 2 * max(lengths) // PAGE_TOKENS
+    memory, rates = Memory(devices[0], pool_pages, fill=True), []
     manager = sender(memory)
-    with receiver(devices[1], pool_pages, whole) as other:
+    with receiver(devices[1], pool_pages) as other:
         if not other.poll(TIMEOUT_S):
             raise RuntimeError("the receiving process has not come up")
         to = other.recv()
         for length in lengths:
             count = length // PAGE_TOKENS
-            size = count * sum(memory.pages.item_lengths) + sum(memory.rings.item_lengths)
+            size = memory.bytes_of(count)
             for name in ("anywhere", "in one run"):
                 rng = random.Random(length)
                 runs = [range(1, count + 1), range(2, count + 2)]

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 HEADER = struct.Struct("<QQ")
 DONE, REFUSED = b"\0", b"\1"
 TIMEOUT_S = 30.0
-AT_ONCE = 512
-"""Blocks that one system call sends or receives; Linux allows 1024. A prompt has thousands of small blocks,
+AT_ONCE = 64
+"""Blocks that one system call sends or receives, some 14 KB each. A prompt has thousands of them,
 and a call for each takes longer than the copy."""
 
 
@@ -213,7 +213,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 def _receive_all(connection: socket.socket, blocks: Iterable[memoryview]) -> None:
     rest = deque(block for block in blocks if block)
     while rest:
-        received = connection.recvmsg_into(rest)[0]
+        received = connection.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]  # a page is not worth waking up for
         if not received:
             raise EOFError("the other end has closed the connection")
         _drop(rest, received)

@@ -218,7 +218,8 @@ class Trace:
     def __init__(self, sides: Sides, answers: dict[Case, Answer], seed: int) -> None:
         self._sides, self._answers, self._cases = sides, answers, list(answers)
         self._rng, self.report = random.Random(seed), Report()
-        self._deaths = 0  # an error of a request that ran while a server died is expected
+        # An error of a request that ran while a server died, or was dead, is expected.
+        self._deaths, self._one_is_dead = 0, False
 
     def run(self, count: int, kills: int) -> None:
         """Send `count` requests, and kill a server in between, prefill and decode in turns."""
@@ -233,13 +234,14 @@ class Trace:
                 if not last:  # the requests that are left meet a dead server
                     while sum(one.done() for one in begun) < len(begun) - 2 * AT_ONCE:
                         time.sleep(0.1)
-                    self._deaths += 1
+                    self._deaths, self._one_is_dead = self._deaths + 1, True
                     self._sides.kill(side := ("prefill", "decode")[part % 2])
             for one in begun:
                 one.result()
             if not last:
                 self._sides.start(side)
                 wait_until(self.serves)
+                self._one_is_dead = False
 
     def serves(self) -> bool:
         """Whether the router's servers answer a request rightly."""
@@ -341,12 +343,9 @@ class Trace:
 
     def _failed(self, what: str, name: str, deaths: int, why: str) -> None:
         """Note a request without an answer, which is right only if a server died meanwhile."""
-        if self._deaths > deaths or self._one_is_dead():
+        if self._deaths > deaths or self._one_is_dead:
             return self.report.add("lost with a server")
         self.report.add(f"{what}: failed", f"{name}, {what}: {why}")
-
-    def _one_is_dead(self) -> bool:
-        return any(server.process.poll() is not None for server in self._sides.servers.values())
 
     def _compare(self, what: str, case: Case, name: str, answer: Answer, whole: bool) -> None:
         expected = self._answers[case]
