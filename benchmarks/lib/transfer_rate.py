@@ -56,7 +56,7 @@ class Rate:
 
 
 class Side(NamedTuple):
-    """What a side tells the other."""
+    """The addresses at which the other side writes."""
 
     session: str
     pages: list[int]  # addresses of the buffers whose items are pages

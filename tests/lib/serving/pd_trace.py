@@ -80,7 +80,7 @@ def answer_of(result: dict[str, Any]) -> Answer:
 
 @dataclass
 class Report:
-    """What has become of the requests."""
+    """Outcomes of the requests by name, and the wrong ones."""
 
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
@@ -194,7 +194,7 @@ class Sides:
         os.killpg(self.servers[side].process.pid, signal.SIGKILL)
 
     def held(self) -> dict[str, dict[str, int]]:
-        """What each side holds for requests."""
+        """Return what each side holds for requests, by name."""
         return {side: transfer_rooms.counts(self._folder / "rooms", side) for side in self._ports}
 
     def _start_router(self) -> str:

@@ -382,7 +382,7 @@ def test_no_room_ends_while_its_message_is_handled(rooms: RoomsManager, monkeypa
 
 
 def test_a_thread_that_has_ended_is_an_error(rooms: RoomsManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the lock: the scheduler must not wait for ever."""
+    """The scheduler must not wait for ever for the lock that it holds."""
     monkeypatch.setattr(prefill_side, "LOCK_TIMEOUT_S", 0.01)
     sender = ClearingSender(rooms, 5)
     prefill_side.rooms_of(rooms).locked_after(lambda: [b"broken"])()
