@@ -64,9 +64,14 @@ CARRIED_TOP_LOGPROBS = 128
 def reason_against_transfer(req: Req) -> str | None:
     """Why a prefill and a decode server can't answer a request together, or None.
 
-    More top log-probabilities would end SGLang's prefill server, and the chosen tokens' log-probabilities of the first
-    token would be left out without a word.
+    More top log-probabilities would end SGLang's prefill server, the chosen tokens' log-probabilities of the first
+    token would be left out without a word, and all answers of ``n`` above 1 would have the number of one transfer.
     """
+    if req.sampling_params.n > 1:
+        return (
+            f"n is {req.sampling_params.n}; with --disaggregation-mode it is 1, since each answer needs a transfer of "
+            "its own. Send as many requests."
+        )
     if req.logprob.top_logprobs_num > CARRIED_TOP_LOGPROBS:
         asked = req.logprob.top_logprobs_num
         return f"top_logprobs_num is {asked}; with --disaggregation-mode it is at most {CARRIED_TOP_LOGPROBS}."

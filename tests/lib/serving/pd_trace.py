@@ -45,6 +45,13 @@ PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
 ROUTER_FLAGS = ("--disable-circuit-breaker", "--disable-retries", "--health-check-interval-secs", "86400")
 ROUTER_FLAGS += ("--health-failure-threshold", "100000", "--policy", "round_robin", "--log-level", "warn")
 LENGTHS = (1, 2, 5, 40, *(end + by for end in (128, 256, 512, 768) for by in (-1, 0, 1)), 300, 900, 1030)
+LONG = "too long"
+REFUSED: dict[str, dict[str, Any]] = {
+    "a token that is not in the vocabulary": {"input_ids": [5, 100_000]},
+    LONG: {},
+    "two answers": {"sampling_params": {"n": 2, "max_new_tokens": 4}},
+    "many log-probabilities": {"top_logprobs_num": 500},
+}
 TIMEOUT_S = 240
 AT_ONCE = 20
 
@@ -265,7 +272,7 @@ class Trace:
         if kind < 0.95:
             sides = rng.choice((("prefill",), ("decode",), ("decode", "prefill")))
             return self._aborted, case, name, after_s, sides
-        return self._refused, case, name, rng.choice(("a token that is not in the vocabulary", "too long"))
+        return self._refused, case, name, rng.choice(list(REFUSED))
 
     def _whole(self, case: Case, name: str, stream: bool) -> None:
         deaths, what = self._deaths, "streamed" if stream else "whole"
@@ -329,8 +336,8 @@ class Trace:
 
     def _refused(self, case: Case, name: str, why: str) -> None:
         deaths = self._deaths
-        prompt = (5, 100_000) if why.startswith("a token") else case.prompt * (8000 // len(case.prompt) + 1)
-        body = case._replace(prompt=prompt).body(name, False)
+        body = case.body(name, False)
+        body |= REFUSED[why] if why != LONG else {"input_ids": list(case.prompt) * (8000 // len(case.prompt) + 1)}
         try:
             response = requests.post(f"{self._sides.router}/generate", json=body, timeout=TIMEOUT_S)
         except requests.RequestException as error:

@@ -17,11 +17,12 @@ FILE = "PYTEST_TRANSFER_ROOMS"
 PERIOD_S = 0.5
 ENTRY_POINT = "[sglang.srt.plugins]\ntransfer_rooms = transfer_rooms:setup\n"
 TABLES = (
-    *("request_status", "failure_records", "_deferred_ack_targets", "_deferred_ack_poisoned_rooms"),
+    *("request_status", "failure_records", "_deferred_ack_targets"),
     *("transfer_infos", "req_to_decode_prefix_len"),
     *("required_prefill_response_num_table", "prefill_response_tracker", "_deferred_abort_ack_tracker"),
 )
-"""Tables of SGLang's manager of transfers whose keys are rooms."""
+"""Tables of SGLang's manager of transfers whose keys are rooms. (It remembers the numbers of the rooms whose transfer
+has failed half-way, in `_deferred_ack_poisoned_rooms`.)"""
 
 
 def install(folder: Path) -> dict[str, str]:
