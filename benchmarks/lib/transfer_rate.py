@@ -173,8 +173,13 @@ def sender(memory: Memory) -> MooncakeKVManager:
     """Return SGLang's manager of transfers, reduced to what makes the blocks of a prompt and sends them."""
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    manager = object.__new__(MooncakeKVManager)
-    manager.engine = SimpleNamespace(batch_transfer_sync=memory.engine.batch_transfer_sync_write)
+    from sglang_dsv4.disaggregation.pieces import transfer_in_pieces
+
+    def transfer(session: str, *blocks: list[int]) -> int:
+        return transfer_in_pieces(lambda _, *call: write(*call), SimpleNamespace(ib_device=""), session, *blocks)
+
+    manager, write = object.__new__(MooncakeKVManager), memory.engine.batch_transfer_sync_write
+    manager.engine = SimpleNamespace(batch_transfer_sync=transfer)
     manager.is_mla_backend, manager.is_hybrid_mla_backend, manager.pp_size = True, False, 1
     manager.kv_args = SimpleNamespace(prefill_start_layer=0, prefill_end_layer=len(FLASH_RATIOS))
     manager.enable_custom_mem_pool, manager.custom_mem_pool_type = False, None

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache import common
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.kv_pool import DraftOf, Dsv4KVPool
 from sglang_dsv4.cache.transfer import describe
-from sglang_dsv4.disaggregation import buffers, decode_side, prefill_side
+from sglang_dsv4.disaggregation import buffers, decode_side, pieces, prefill_side
 from sglang_dsv4.seam import live
 
 SMALL = PoolGeometry((0, 4, 128), row_dim=32, rope_dim=8, index_dim=32, draft_tokens=4, draft_layers=1, transfers=True)
@@ -256,6 +256,32 @@ def test_a_forward_packs_the_pages_that_it_wrote() -> None:
     assert len(packed) == 3
     pool.packed_pages = None
     prefill_side.pack_pages(None, runner, batch(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[1]))
+
+
+# ---- pieces over TCP
+
+
+@pytest.mark.parametrize(("device", "calls"), [("", [1024, 1024, 452]), ("mlx5_0", [2500]), (None, [2500])])
+def test_a_transfer_over_tcp_has_pieces(device: str | None, calls: list[int]) -> None:
+    """Mooncake refused calls of more than 2048 blocks, and SGLang then took the decode server for dead."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
+
+    sent: list[tuple[Any, ...]] = []
+    engine = object.__new__(MooncakeTransferEngine)
+    engine.ib_device = device
+    engine.engine = SimpleNamespace(batch_transfer_sync_write=lambda *call: sent.append(call) or 0)
+    original = sglangs(MooncakeTransferEngine.batch_transfer_sync)
+    lists = [list(range(begin, begin + 2500)) for begin in (0, 10_000, 20_000)]
+    assert pieces.transfer_in_pieces(original, engine, "peer:1", *lists) == 0
+    assert [len(call[1]) for call in sent] == calls and {call[0] for call in sent} == {"peer:1"}
+    assert [[number for call in sent for number in call[i]] for i in (1, 2, 3)] == lists
+    assert pieces.transfer_in_pieces(original, engine, "peer:1", [], [], []) == 0
+
+
+def test_a_piece_that_fails_ends_the_transfer() -> None:
+    results = iter([0, -1])
+    engine, many = SimpleNamespace(ib_device=""), [0] * 5000
+    assert pieces.transfer_in_pieces(lambda *call: next(results), engine, "peer:1", many, many, many) == -1
 
 
 # ---- rooms of requests that have ended
