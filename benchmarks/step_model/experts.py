@@ -15,12 +15,10 @@ from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS
 from dsv4_kernels.moe.workspace import EARLY_TOKENS
 from step_model.hardware import Gpu
 from step_model.launch import Launch
+from step_model.products import ALONE_CLOCKS, BESIDE_CLOCKS
 
 CONVERT_INSTRUCTIONS = 88
 """Integer instructions of a warp to convert 16 rows of a step (docs/log/decode_step.md)."""
-ALONE_CLOCKS, BESIDE_CLOCKS = 2.0, 4.9
-"""Clocks of a scheduler for such an instruction: alone, and while `wgmma` keeps the tensor core busy (measured,
-docs/log/attention_hopper.md)."""
 WARPS_A_SCHEDULER = 2
 """Consumer warps of a CTA on a scheduler."""
 PRODUCT_CLOCKS = 150

@@ -115,7 +115,7 @@ def wo_a() -> Iterator[Case]:
             model, tokens = case["name"].rsplit("-t", 1)
             if int(tokens) <= 16:
                 groups = WO_A_GROUPS[model]
-                launch = products.wo_a_hopper(case["name"], int(tokens), groups, gpu, may_reside=may_reside)
+                launch = products.wo_a_from_fp8(case["name"], int(tokens), groups, gpu, may_reside=may_reside)
                 where = ", resident" if may_reside else ""
                 yield Case(case["name"] + where, case["ours_us"], (launch,), gpu.clocks_us)
 

@@ -28,6 +28,9 @@ MMA_SYNC_SHARE = 0.62
 """Rate of `mma.sync` in bf16 over that of `wgmma` (the same paper)."""
 LDMATRIX_CLOCKS = 33
 BARRIER_CLOCKS = 30
+ALONE_CLOCKS, BESIDE_CLOCKS = 2.0, 4.9
+"""Clocks of a scheduler for an integer instruction: alone, and while `wgmma` keeps the tensor core busy (measured,
+docs/log/attention_hopper.md)."""
 WO_A_INSTRUCTIONS = {8: 2900, 16: 3660}
 """PTX instructions of a warp of `wo_a` by the tokens of its tile, for a segment of 1,024 channels (emulated)."""
 WO_A_FIXED = 1000
@@ -157,7 +160,7 @@ def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu:
     )
 
 
-def wo_a_hopper(
+def wo_a_from_fp8(
     name: str, tokens: int, groups: int, gpu: Gpu, rows: int = 1024, channels: int = 4096, may_reside: bool = True
 ) -> Launch:
     """Return the counts of `grouped_linear_fp8_weight` (kernels/linear/fp8_weight.py, fp8_weight_resident.py).

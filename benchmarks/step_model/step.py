@@ -14,7 +14,7 @@ from step_model.launch import Launch, bound_by, time_us
 SIDE_TOKENS = 32
 """Most tokens of a forward with a second stream. Joint launches, of up to 16 tokens, are counted as two streams."""
 FP8_WO_A_TOKENS = 16
-"""Most tokens of a forward whose `wo_a` is multiplied from FP8 on Hopper."""
+"""Most tokens of a forward whose `wo_a` is multiplied from FP8."""
 FEW_HEADS = 16
 OTHER_LAUNCHES, OTHER_US = 30, 2.5
 """Launches of a step besides its layers' and the logits: embedding, metadata, marks, sampling; mostly PyTorch's."""
@@ -105,8 +105,8 @@ def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> tuple[list[Launch], 
         after.append(attention.many_heads("attention", kind, f.context, t, heads, gpu, not unpacked, f.prefill))
     else:
         after.append(blackwell.attention("attention", kind, f.context, t, heads, gpu, f.prefill))
-    if gpu.is_hopper and t <= FP8_WO_A_TOKENS:
-        after.append(products.wo_a_hopper("wo_a", t, groups, gpu, may_reside=f.of_few))
+    if t <= FP8_WO_A_TOKENS:
+        after.append(products.wo_a_from_fp8("wo_a", t, groups, gpu, may_reside=f.of_few))
     else:
         after += [
             rows.row_kernel("apply_rope_in_place", t, gpu, heads / 8),

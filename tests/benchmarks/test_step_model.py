@@ -144,6 +144,14 @@ def test_scores_of_few_tokens_are_divided_among_all_ctas() -> None:
     assert many.ctas == 3 and many.clocks["issue"] == 8 * 861
 
 
+def test_integer_instructions_take_longer_beside_products() -> None:
+    """Alone they keep their clocks. Beside products all of the time they take 2.45 times as many: 98 for 40."""
+    assert index.alu_beside_products(40.0, 0.0) == 40.0
+    assert index.alu_beside_products(40.0, 98.0) == pytest.approx(98.0)
+    chunk = index.scores_of_chunk("", 132e6, H200)
+    assert chunk.clocks["tensor"] == 4e6 and 6e6 < chunk.clocks["alu"] < 3.51e6 * 2.45
+
+
 def test_attention_on_blackwell_is_linear_in_key_tiles() -> None:
     cycles = blackwell._static("sparse_attention_sm100_static.json")
     launch = blackwell.attention("", "csa512", 32_768, 1, 64, B200)
