@@ -6,8 +6,7 @@
 `step_model/` has the model: `hardware.py` (published figures and fitted constants), `launch.py` (the formula), a module
 for the counts of each kind of kernel, `step.py` (the launches of a forward), `measured.py` (our measured kernels: those
 that the constants were fitted to, and those that were held out), `what_if.py` (plans that do not exist), `blind.py`
-(predictions that a later measurement tests).
-docs/step_model.md says what the figures are good for.
+(predictions that a later measurement tests). docs/step_model.md says what the figures are good for.
 """
 
 from __future__ import annotations

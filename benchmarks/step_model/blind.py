@@ -1,4 +1,4 @@
-"""Predictions for kernels on an H200 that nobody has measured in their present form: a later measurement tests the model.
+"""Predictions for kernels that have not been measured on an H200 in their present form, to test the model later.
 
 Each name begins with the benchmark that measures it.
 """
