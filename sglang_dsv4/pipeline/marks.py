@@ -46,9 +46,11 @@ def receive_marks(
     """
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-    for name in MARKS:
-        marks = outputs.tensors.get(PREFIX + name)
-        if marks is not None:
-            if result.logits_output is None:
-                result.logits_output = LogitsProcessorOutput(next_token_logits=None)
-            setattr(result.logits_output, name, to_host(marks))
+    marks, unusable = (outputs.tensors.get(PREFIX + name) for name in MARKS)
+    if marks is None:
+        return
+    if result.logits_output is None:
+        result.logits_output = LogitsProcessorOutput(next_token_logits=None)
+    result.logits_output.marks = to_host(marks)
+    if unusable is not None:
+        result.logits_output.unusable = to_host(unusable)
