@@ -65,7 +65,8 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with running_server(folder / "model", folder / "one", *flags, env=TAILS | at(folder / "of one")) as server:
         expected = [bits(question.ask(server, None)) for question in questions(kind)]
     env = TAILS | at(folder / "files") | (RETRACTING if crowded else {})
-    with running_server(folder / "model", folder / "log", *flags, *STAGES, env=env) as server:
+    stages = (*STAGES, "--pp-max-micro-batch-size", "5") if crowded else STAGES
+    with running_server(folder / "model", folder / "log", *flags, *stages, env=env) as server:
         yield Served(server, kind, expected, folder / "files")
 
 
@@ -197,10 +198,8 @@ def test_grammars_and_log_probabilities(running: Served) -> None:
     )
     assert response.status_code == 200 and set(response.json()["text"]) <= set("abc"), response.text
     body = {"input_ids": some(3, 300), "sampling_params": {"max_new_tokens": 2}, "return_logprob": True}
-    meta = requests.post(f"{server.url}/generate", json=body | {"logprob_start_len": 0}, timeout=120).json()[
-        "meta_info"
-    ]
-    assert len(meta["input_token_logprobs"]) == 300
+    response = requests.post(f"{server.url}/generate", json=body | {"logprob_start_len": 0}, timeout=120)
+    assert len(response.json()["meta_info"]["input_token_logprobs"]) == 300
 
 
 def test_what_stages_do_not_do_is_refused(running: Served) -> None:
