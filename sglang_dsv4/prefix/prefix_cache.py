@@ -168,7 +168,7 @@ class Dsv4PrefixCache(RankedRadixCache):
             self.host.check(0 if self.storage is None else self.storage.reserved)
 
     def account(self) -> list[int]:
-        """What this cache holds, in numbers that are equal on all stages of a pipeline; see `pipeline.plans.FIELDS`."""
+        """The numbers of what this cache holds, equal on all stages of a pipeline; see `pipeline.plans.FIELDS`."""
         store = None if self.ledger is None else self.ledger.store
         return [
             self.token_to_kv_pool_allocator.available_size(),

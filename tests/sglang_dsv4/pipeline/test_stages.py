@@ -76,7 +76,7 @@ def test_a_stage_needs_a_layer_with_entries() -> None:
 
 
 def test_every_tensor_is_one_stages(config: Config) -> None:
-    """And the other stages skip it by name, with its scales; a name of no stage stays unknown to all."""
+    """The other stages skip it by name, with its scales; a name of no stage stays unknown to all."""
     whole = main_model_tensors(config)
     tables = [main_model_tensors(config, stage) for stage in stages(config.num_hidden_layers, 3)]
     assert Counter(name for table in tables for name in table.specs) == dict.fromkeys(whole.specs, 1)
@@ -228,7 +228,7 @@ def test_the_names_of_requests_count() -> None:
 
 
 def test_rows_depend_on_the_weights_of_the_stages_before() -> None:
-    """And not on those after; each stage has another identity."""
+    """They do not depend on those after; each stage has another identity."""
 
     def of(weights: list[str]) -> list[tuple[str, ...]]:
         return on_stages(3, lambda line: (*weights_before(line, [weights[line.index]]), weights[line.index]))
