@@ -228,7 +228,7 @@ def test_the_names_of_requests_count() -> None:
 
 
 def test_rows_depend_on_the_weights_of_the_stages_before() -> None:
-    """They do not depend on those after; each stage has another identity."""
+    """Later stages do not matter; each stage has another identity."""
 
     def of(weights: list[str]) -> list[tuple[str, ...]]:
         return on_stages(3, lambda line: (*weights_before(line, [weights[line.index]]), weights[line.index]))
