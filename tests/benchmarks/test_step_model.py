@@ -176,6 +176,9 @@ def test_errors_are_geometric_means() -> None:
     assert (found.mean, found.worst, found.bias) == (round(4 ** (1 / 3) - 1, 3), 1.0, 1.0)
 
 
+RENEW = "after a change of a plan: benchmarks/model_step.py --write, tests/lib/documents/result_tables.py --write"
+
+
 def assert_equal(found: object, recorded: object, where: str) -> None:
     """Check that documents are equal; numbers to half a percent, because fp32 sums differ from CPU to CPU."""
     if isinstance(found, dict):
@@ -187,9 +190,9 @@ def assert_equal(found: object, recorded: object, where: str) -> None:
         for i, value in enumerate(found):
             assert_equal(value, recorded[i], f"{where}[{i}]")
     elif isinstance(found, float):
-        assert math.isclose(found, recorded, rel_tol=5e-3, abs_tol=2e-3), f"{where}: {found}, recorded {recorded}"
+        assert math.isclose(found, recorded, rel_tol=5e-3, abs_tol=2e-3), f"{where}: {found}, not {recorded}; {RENEW}"
     else:
-        assert found == recorded, where
+        assert found == recorded, f"{where}; {RENEW}"
 
 
 def test_the_file_is_what_the_command_writes(document: dict) -> None:
