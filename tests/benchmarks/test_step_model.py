@@ -163,10 +163,12 @@ def test_attention_on_blackwell_is_linear_in_key_tiles() -> None:
 def test_a_forward_has_the_launches_of_its_layers() -> None:
     """Layers without entries have no compressor and no indexer; short contexts have no scores."""
     f = step.Forward(step.FLASH, 64, 4608, 4)
-    of = {ratio: {x.name for s in step.attention_sublayer(f, ratio, B200) for x in s} for ratio in (0, 4, 128)}
+    of = {ratio: {x.name for x in step.attention_sublayer(f, ratio, B200).all} for ratio in (0, 4, 128)}
     assert of[128] - of[0] == {"projections", "compress_store"}
     assert of[4] - of[128] == {"index wq_b", "index_query", "scores", "choice"}
     assert not step.index_launches(replace(f, context=2048), B200)
+    csa = step.attention_sublayer(f, 4, B200)
+    assert [x.name for x in csa.side[-2:]] == ["scores", "choice"] and csa.after[0].name == "attention"
     assert [x.name for x in step.boundaries(f, B200)] == ["boundary"]
     assert [x.name for x in step.boundaries(replace(f, tokens=128), B200)] == ["sum over ranks", "boundary"]
 
