@@ -202,9 +202,9 @@ def test_the_file_is_what_the_command_writes(document: dict) -> None:
 
 
 def test_errors_are_within_the_bounds_of_the_document(document: dict) -> None:
-    """The mean is below the 15 % that the model should have; the worst case is not below 30 %."""
+    """The mean is below the 15 % that the model should have; the worst case is below 30 % for steps only."""
     assert document["held_out"]["mean"] < 0.15 and document["steps"]["mean"] < 0.15
-    assert document["held_out"]["worst"] < 0.7 and document["steps"]["worst"] < 0.42
+    assert document["held_out"]["worst"] < 0.7 and document["steps"]["worst"] < 0.3
     assert not measured.FITTED.keys() & measured.HELD_OUT.keys()
 
 
