@@ -50,9 +50,14 @@ def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
 
 
 def set_up(
-    barriers: cutlass.Pointer, groups: list[tuple[int, int, int]], tmem_address: cutlass.Pointer, columns: int
+    barriers: cutlass.Pointer,
+    groups: list[tuple[int, int, int | Int32]],
+    tmem_address: cutlass.Pointer,
+    columns: int,
+    group: prims.CTAGroup = prims.CTAGroup.CTA_1,
 ) -> None:
-    """Initialises mbarriers and allocates tensor memory of one CTA; called by one warp, before a barrier of all warps.
+    """Initialises mbarriers and allocates tensor memory; called by one warp of each CTA, before a barrier of all warps
+    (of a pair, see `cta_pair`).
 
     The allocation waits for the kernel before, which by then has freed its tensor memory (`dependent_launch`, rule 5).
 
@@ -60,14 +65,15 @@ def set_up(
         barriers, groups: see `mbarrier.initialise`.
         tmem_address: the word of shared memory that gets the address.
         columns: a power of two from 32 to 512.
+        group: the CTA, or the pair.
     """
     mbarrier.initialise(barriers, groups)
     dependent_launch.wait()
-    prims.tcgen05_alloc(tmem_address, columns, group="cta_1")
-    prims.tcgen05_relinquish_alloc_permit(group="cta_1")
+    prims.tcgen05_alloc(tmem_address, columns, group=group)
+    prims.tcgen05_relinquish_alloc_permit(group=group)
 
 
-def free(tmem: prims.TmemAddr, columns: int) -> None:
+def free(tmem: prims.TmemAddr, columns: int, group: prims.CTAGroup = prims.CTAGroup.CTA_1) -> None:
     """Frees the tensor memory of `set_up`; called by the same warp, after a barrier of all warps that access it."""
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    prims.tcgen05_dealloc(tmem.as_ptr(Float32), columns, group="cta_1")
+    prims.tcgen05_dealloc(tmem.as_ptr(Float32), columns, group=group)
