@@ -5,8 +5,8 @@
 
 `step_model/` has the model: `hardware.py` (published figures and fitted constants), `launch.py` (the formula), a module
 for the counts of each kind of kernel, `step.py` (the launches of a forward), `measured.py` (our measured kernels: those
-that the constants were fitted to, and those that were held out), `what_if.py` (plans that do not exist).
-docs/step_model.md says what the figures are good for.
+that the constants were fitted to, and those that were held out), `what_if.py` (plans that do not exist), `blind.py`
+(predictions that a later measurement tests). docs/step_model.md says what the figures are good for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from step_model import measured, what_if
+from step_model import blind, measured, what_if
 from step_model.hardware import GPUS, H200
 from step_model.step import FLASH, PRO, Forward, Released, predict
 
@@ -97,6 +97,7 @@ def document() -> dict[str, object]:
             f"{model.name}, {ranks} GPUs": worst_of(Forward(model, 64, CONTEXT, ranks), "B200")
             for model, ranks in ((FLASH, 4), (PRO, 8))
         },
+        "blind": blind.predictions(),
         "what_if": {"few_heads": what_if.few_heads(), "narrow_tiles": what_if.narrow_tiles()},
     }
 

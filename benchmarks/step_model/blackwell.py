@@ -10,8 +10,8 @@ from pathlib import Path
 from lib.experts_inputs import BYTES_A_WEIGHT, CHOSEN, Model
 
 from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM
-from dsv4_kernels.moe.sm100.launch import tokens_of_a_tile
-from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Plan, Product
+from dsv4_kernels.moe.sm100.launch import PAIR_TOKENS, tokens_of_a_tile
+from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Numbers, Plan, Product
 from dsv4_kernels.sparse_attention.sm100.plan import HEADS, TILE_KEYS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_kv_splits, num_steps
 from step_model.attention import MERGE_CLOCKS, RESULT_BYTES, ROW_SECTORS, SCRATCH_CLOCK_BYTES, keys_of
@@ -122,12 +122,15 @@ def experts(model: Model, slots: Sequence[int], tokens: int, gpu: Gpu) -> list[L
 
 
 def _product(product: Product, tiles: int, k: int, width: int, weights: float, gpu: Gpu) -> Launch:
-    plan = Plan(product, width)
-    static = _static("experts_sm100_static.json")[f"MXFP8_MXFP4, {product.name}, {width} slots"]
-    rounds = -(-tiles // gpu.multiprocessors)
+    """Return the counts of a product with so many tiles of 128 rows; pairs of CTAs share the codes of wide tiles."""
+    pairs = width >= PAIR_TOKENS[Numbers.MXFP8_MXFP4] and tiles % 2 == 0
+    plan = Plan(product, width, ctas=2 if pairs else 1)
+    name = f"MXFP8_MXFP4, {product.name}, {width} slots" + ", pair" * pairs
+    static = _static("experts_sm100_static.json")[name]
+    rounds = -(-tiles // (gpu.multiprocessors // plan.ctas * plan.ctas))
     of_k = k / STATIC_CHANNELS[product]
-    num_bytes = plan.matrices * TILE_ROWS * k * BYTES_A_WEIGHT + width * k * 33 / 32
-    loaded = plan.matrices * TILE_ROWS * 64 + width * 128  # bytes of a stage in global memory, for 128 channels
+    num_bytes = plan.matrices * TILE_ROWS * k * BYTES_A_WEIGHT + plan.own_tokens * k * 33 / 32
+    loaded = plan.matrices * TILE_ROWS * 64 + plan.own_tokens * 128  # bytes of a stage in global memory
     units = ("tensor", "issue", "alu", "port")
     return Launch(
         product.name.lower().replace("_", " and "),

@@ -15,12 +15,10 @@ from dsv4_kernels.moe.sm90.weights import STEP, TILE_ROWS
 from dsv4_kernels.moe.workspace import EARLY_TOKENS
 from step_model.hardware import Gpu
 from step_model.launch import Launch
+from step_model.products import ALONE_CLOCKS, BESIDE_CLOCKS
 
 CONVERT_INSTRUCTIONS = 88
 """Integer instructions of a warp to convert 16 rows of a step (docs/log/decode_step.md)."""
-ALONE_CLOCKS, BESIDE_CLOCKS = 2.0, 4.9
-"""Clocks of a scheduler for such an instruction: alone, and while `wgmma` keeps the tensor core busy (measured,
-docs/log/attention_hopper.md)."""
 WARPS_A_SCHEDULER = 2
 """Consumer warps of a CTA on a scheduler."""
 PRODUCT_CLOCKS = 150
@@ -32,11 +30,11 @@ WAIT_CLOCKS = 60
 
 
 @cache
-def slots_of_experts(model: Model, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
+def slots_of_experts(num_experts: int, tokens: int, routing: str, seed: int = 0) -> tuple[int, ...]:
     """Return the slots of each expert for the benchmark's routing (lib/experts_inputs.py)."""
-    narrow = Model(model.experts, 1, 1)
+    narrow = Model(num_experts, 1, 1)
     counts = (
-        inputs(narrow, tokens, routing, seed, torch.device("cpu")).experts.flatten().bincount(minlength=model.experts)
+        inputs(narrow, tokens, routing, seed, torch.device("cpu")).experts.flatten().bincount(minlength=num_experts)
     )
     return tuple(counts.tolist())
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from dsv4_kernels.indexer.gpu import CTAS_OF_FEW, FEW_TOKENS, PAGES_A_CTA, RUNS, RUNS_OF_FEW
 from dsv4_kernels.indexer.topk import ENTRIES_A_ROUND, HELD
 from dsv4_kernels.kv_layout import PAGE_ROWS
 from step_model.hardware import L2_CLOCKS, Gpu
 from step_model.launch import Launch
-from step_model.products import BARRIER_CLOCKS, HOPPER_BF16
+from step_model.products import ALONE_CLOCKS, BARRIER_CLOCKS, BESIDE_CLOCKS
 
 HEADS, DIM, KEY_BYTES = 64, 128, 68
 PAGE_INSTRUCTIONS, SCORE_INSTRUCTIONS = 861, 190
 """PTX instructions of a warp of the scores in decode, for a page and besides (emulated)."""
 CTAS_A_MULTIPROCESSOR = 2
-PREFILL_ISSUE = 5.93
-"""Issue clocks of a multiprocessor for a pair of token and key, in a chunk by `wgmma` (emulated)."""
-MMA_SYNC_ISSUE = 14.1
-"""The same by `mma.sync`, where each token expands the keys for itself (emulated)."""
+PAIR_ALU = 3.51
+"""Clocks of a multiprocessor's integer pipes for a pair of token and key of a chunk, by `wgmma` (emulated)."""
+PAIR_ISSUE = 5.42
+"""Issue clocks for a pair by `tcgen05` (emulated)."""
 CHOICE_ISSUE, CHOICE_ENTRY_ISSUE = 2116, 0.514
 """Issue clocks of a multiprocessor for the choice of one token, and for each of its entries (emulated)."""
 CHOICE_INSTRUCTIONS = 570
@@ -62,17 +64,29 @@ def scores(name: str, tokens: int, entries: int, room: int, gpu: Gpu, of_few: bo
     )
 
 
+def alu_beside_products(alu: float, tensor: float) -> float:
+    """Return the clocks of integer instructions that take BESIDE_CLOCKS while `wgmma` runs and ALONE_CLOCKS otherwise.
+
+    The tensor core is busy for `tensor` of these clocks: x = alu (1 + (BESIDE / ALONE - 1) tensor / x).
+    """
+    more = BESIDE_CLOCKS / ALONE_CLOCKS - 1
+    return (alu + math.sqrt(alu * alu + 4 * alu * more * tensor)) / 2
+
+
 def scores_of_chunk(name: str, pairs: float, gpu: Gpu) -> Launch:
-    """Return the counts of the scores of a chunk with so many pairs of token and visible entry: on Hopper neighbouring
-    tokens share the expanded keys (kernels/indexer/prefill_scores.py), on Blackwell they don't."""
+    """Return the counts of the scores of a chunk with so many pairs of token and visible entry.
+
+    Neighbouring tokens share the expanded keys (kernels/indexer/prefill_scores.py, prefill_tcgen05.py).
+    """
     of_sm = pairs / gpu.multiprocessors
-    issue = PREFILL_ISSUE if gpu.is_hopper else MMA_SYNC_ISSUE
+    tensor = 2 * HEADS * DIM / gpu.bf16_flops_clock
+    busy = {"alu": alu_beside_products(PAIR_ALU, tensor)} if gpu.is_hopper else {"issue": PAIR_ISSUE}
     return Launch(
         name,
         ctas=gpu.multiprocessors,
         memory=4 * pairs,
-        l2=(4 if gpu.is_hopper else 4 + KEY_BYTES) * pairs,
-        clocks={"tensor": of_sm * 2 * HEADS * DIM / HOPPER_BF16, "issue": of_sm * issue},
+        l2=4 * pairs,
+        clocks={unit: of_sm * clocks for unit, clocks in {"tensor": tensor, **busy}.items()},
         from_l2=3,
         waves=4,
     )

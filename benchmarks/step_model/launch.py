@@ -40,6 +40,8 @@ class Launch:
     """Stores to another GPU and their arrival, one after the other."""
     link: float = 0.0
     """Bytes that leave this GPU."""
+    waits_for_link: bool = False
+    """Whether the rest of the stream needs all bytes from the other GPUs, and does not begin before."""
 
 
 def parts_us(launch: Launch, gpu: Gpu, early: bool) -> dict[str, float]:
@@ -71,9 +73,10 @@ def time_us(launch: Launch, gpu: Gpu, early: bool = True, idle_us: float = 0.0) 
         idle_us: time for which the launch before leaves the units of this launch's stream idle.
     """
     terms = parts_us(launch, gpu, early)
+    first = terms.pop("link") if launch.waits_for_link else 0.0
     stream = max(us for name, us in terms.items() if name not in ONE_AFTER_THE_OTHER)
     stream -= min(idle_us, launch.ahead * stream) if early else 0.0
-    return sum(terms[name] for name in ONE_AFTER_THE_OTHER) + stream
+    return sum(terms[name] for name in ONE_AFTER_THE_OTHER) + first + stream
 
 
 def bound_by(launch: Launch, gpu: Gpu, early: bool = True) -> str:

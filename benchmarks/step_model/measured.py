@@ -115,7 +115,7 @@ def wo_a() -> Iterator[Case]:
             model, tokens = case["name"].rsplit("-t", 1)
             if int(tokens) <= 16:
                 groups = WO_A_GROUPS[model]
-                launch = products.wo_a_hopper(case["name"], int(tokens), groups, gpu, may_reside=may_reside)
+                launch = products.wo_a_from_fp8(case["name"], int(tokens), groups, gpu, may_reside=may_reside)
                 where = ", resident" if may_reside else ""
                 yield Case(case["name"] + where, case["ours_us"], (launch,), gpu.clocks_us)
 
@@ -126,7 +126,7 @@ def _experts(name: str, gpu: Gpu, shape: object = None, codes: bool = False) -> 
     ranks = int(parts[1][2:]) if parts[1].startswith("tp") else 1
     whole = MODELS[parts[0]]
     model = Model(whole.experts, whole.d, whole.channels // ranks)
-    slots = experts.slots_of_experts(model, int(tokens), parts[-1])
+    slots = experts.slots_of_experts(model.experts, int(tokens), parts[-1])
     return tuple(experts.calls(model, slots, int(tokens), gpu, codes, shape)), experts.early(int(tokens))
 
 

@@ -28,6 +28,9 @@ MMA_SYNC_SHARE = 0.62
 """Rate of `mma.sync` in bf16 over that of `wgmma` (the same paper)."""
 LDMATRIX_CLOCKS = 33
 BARRIER_CLOCKS = 30
+ALONE_CLOCKS, BESIDE_CLOCKS = 2.0, 4.9
+"""Clocks of a scheduler for an integer instruction: alone, and while `wgmma` keeps the tensor core busy (measured,
+docs/log/attention_hopper.md)."""
 WO_A_INSTRUCTIONS = {8: 2900, 16: 3660}
 """PTX instructions of a warp of `wo_a` by the tokens of its tile, for a segment of 1,024 channels (emulated)."""
 WO_A_FIXED = 1000
@@ -112,9 +115,9 @@ def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channe
     """Return the counts of `linear_fp32` or, with several groups, `grouped_linear` (kernels/linear/gpu.py)."""
     arch = ARCHITECTURES["sm90" if gpu.is_hopper else "sm100"]
     tile = invariant.chosen(arch, tokens, rows, groups, gpu.multiprocessors)
-    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     if isinstance(tile, Tile):
-        return _by_mma_sync(name, tile, ctas, tokens, rows, gpu, groups, channels)
+        return by_mma_sync(name, tile, tokens, rows, groups, gpu, channels)
+    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     rounds = -(-ctas // gpu.multiprocessors)
     a_step = 2 * tile.rows * tile.tokens * CHUNK / gpu.bf16_flops_clock
     bytes_of_tile = (tile.rows + min(tokens, tile.tokens)) * channels * 2
@@ -131,9 +134,9 @@ def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channe
     )
 
 
-def _by_mma_sync(
-    name: str, tile: Tile, ctas: int, tokens: int, rows: int, gpu: Gpu, groups: int, channels: int
-) -> Launch:
+def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu: Gpu, channels: int = 4096) -> Launch:
+    """Return the counts of a product by a tile of kernels/linear/kernel.py."""
+    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     shared = min(int(SHARED_BYTES // (tile.shared_bytes + 1024)), 2048 // tile.threads)
     rounds = -(-ctas // (gpu.multiprocessors * shared))
     busiest_ctas = min(rounds * shared, -(-ctas // gpu.multiprocessors))
@@ -157,7 +160,7 @@ def _by_mma_sync(
     )
 
 
-def wo_a_hopper(
+def wo_a_from_fp8(
     name: str, tokens: int, groups: int, gpu: Gpu, rows: int = 1024, channels: int = 4096, may_reside: bool = True
 ) -> Launch:
     """Return the counts of `grouped_linear_fp8_weight` (kernels/linear/fp8_weight.py, fp8_weight_resident.py).

@@ -104,6 +104,6 @@ def sum_over_ranks(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> La
 
 
 def boundary_of_parts(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> Launch:
-    """Return the counts of `hc_boundary_of_parts`: a boundary whose first rows cross the link."""
+    """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts."""
     alone, parts = boundary(name, tokens, dim, gpu), sum_over_ranks(name, tokens, dim, ranks, gpu)
-    return replace(alone, crossings=1, link=parts.link, l2=alone.l2 + parts.l2)
+    return replace(alone, crossings=1, link=parts.link, waits_for_link=True, l2=alone.l2 + parts.l2)

@@ -14,7 +14,7 @@ from step_model.launch import Launch, bound_by, time_us
 SIDE_TOKENS = 32
 """Most tokens of a forward with a second stream. Joint launches, of up to 16 tokens, are counted as two streams."""
 FP8_WO_A_TOKENS = 16
-"""Most tokens of a forward whose `wo_a` is multiplied from FP8 on Hopper."""
+"""Most tokens of a forward whose `wo_a` is multiplied from FP8."""
 FEW_HEADS = 16
 OTHER_LAUNCHES, OTHER_US = 30, 2.5
 """Launches of a step besides its layers' and the logits: embedding, metadata, marks, sampling; mostly PyTorch's."""
@@ -76,8 +76,24 @@ def product(name: str, tokens: int, n: int, k: int, gpu: Gpu) -> list[Launch]:
     return [products.deepgemm_hopper(name, tokens, n, k, gpu)]
 
 
-def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> tuple[list[Launch], list[Launch]]:
-    """Return the launches of the main and of the second stream, from the boundary before to `wo_b`."""
+@dataclass(frozen=True)
+class Sublayer:
+    """The launches of a sublayer besides its boundary."""
+
+    main: list[Launch]
+    side: list[Launch]
+    """Launches of the second stream, beside `main`."""
+    after: list[Launch]
+    """Launches that wait for both streams."""
+
+    @property
+    def all(self) -> list[Launch]:
+        """Return all launches."""
+        return [*self.main, *self.side, *self.after]
+
+
+def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> Sublayer:
+    """Return the launches from the boundary before to `wo_b`; attention waits for the choice of entries."""
     m, t = f.model, f.tokens
     heads, groups = m.heads // f.ranks, max(1, m.groups // f.ranks)
     kind = {0: "swa", 4: f"csa{m.top_k}", 128: "hca"}[ratio]
@@ -105,8 +121,8 @@ def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> tuple[list[Launch], 
         after.append(attention.many_heads("attention", kind, f.context, t, heads, gpu, not unpacked, f.prefill))
     else:
         after.append(blackwell.attention("attention", kind, f.context, t, heads, gpu, f.prefill))
-    if gpu.is_hopper and t <= FP8_WO_A_TOKENS:
-        after.append(products.wo_a_hopper("wo_a", t, groups, gpu, may_reside=f.of_few))
+    if t <= FP8_WO_A_TOKENS:
+        after.append(products.wo_a_from_fp8("wo_a", t, groups, gpu, may_reside=f.of_few))
     else:
         after += [
             rows.row_kernel("apply_rope_in_place", t, gpu, heads / 8),
@@ -114,7 +130,7 @@ def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> tuple[list[Launch], 
             rows.row_kernel("fp8_quantise", t, gpu, groups / 4),
         ]
     after += product("wo_b", t, m.dim, groups * 1024, gpu)
-    return [*main, *after], side
+    return Sublayer(main, side, after)
 
 
 def index_launches(f: Forward, gpu: Gpu) -> list[Launch]:
@@ -130,11 +146,11 @@ def index_launches(f: Forward, gpu: Gpu) -> list[Launch]:
     return [scores, index.choice("choice", t, sum(seen) / len(seen), gpu)]
 
 
-def experts_sublayer(f: Forward, gpu: Gpu) -> tuple[list[Launch], list[Launch]]:
-    """Return the launches of the main and of the second stream, from the gate to the sum of the experts."""
+def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
+    """Return the launches from the gate to the sum of the experts, which waits for the shared expert."""
     m, t = f.model, f.tokens
     model = Model(m.experts.experts, m.dim, m.experts.channels // f.ranks)
-    slots = experts.slots_of_experts(model, t, "uniform")
+    slots = experts.slots_of_experts(model.experts, t, "uniform")
     main = [
         products.in_fp32("gate", t, model.experts, gpu, channels=m.dim),
         rows.row_kernel("route_topk_logits", t, gpu),
@@ -149,7 +165,7 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> tuple[list[Launch], list[Launch]]:
         rows.row_kernel("swiglu_fp8", t, gpu, model.channels / 2048),
         *product("shared down", t, m.dim, model.channels, gpu),
     ]
-    return main, side
+    return Sublayer(main[:-1], side, main[-1:])
 
 
 def boundaries(f: Forward, gpu: Gpu) -> list[Launch]:
@@ -195,10 +211,11 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
 
     for ratio in sorted(set(f.kinds)):
         times = f.kinds.count(ratio)
-        for main, side in (attention_sublayer(f, ratio, gpu), experts_sublayer(f, gpu)):
-            spans = add(main, times), add(side, times)
+        for sublayer in (attention_sublayer(f, ratio, gpu), experts_sublayer(f, gpu)):
+            spans = add(sublayer.main, times), add(sublayer.side, times)
             beside = f.tokens <= SIDE_TOKENS and not f.prefill
             total += times * (max(spans) if beside else sum(spans))
+            total += times * add(sublayer.after, times)
             total += times * add(boundaries(f, gpu), times)
     wanted = 1 if f.prefill else f.tokens
     logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)

@@ -34,9 +34,6 @@ TILES = (
 """Tiles of `kernel`, for any architecture."""
 PART_TILE = TILES[0]
 """The tile of a product in a joint launch, of few tokens."""
-MANY_TOKENS = 256
-"""From this many tokens on, a product by `kernel` is bound by arithmetic, and gets the largest tile whatever the number
-of waves."""
 HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
     TILES[0]: (105, 51),
     wgmma.Tile(rows=64, tokens=32, stages=10): (160, 240),
@@ -64,9 +61,9 @@ def chosen(
 ) -> Tile | wgmma.Tile:
     """The tile for a product; a token's bits do not depend on the choice.
 
-    On Hopper it is the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere it is the largest tile from
-    MANY_TOKENS on; with fewer tokens the tile whose CTAs move the fewest bytes one after the other: waves of CTAs times
-    the bytes of a CTA, its rows and its tokens, which are equally long.
+    On Hopper it is the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere it is the tile whose CTAs
+    move the fewest bytes one after the other: waves of CTAs times the bytes of a CTA, its rows and its tokens, which
+    are equally long. By the model of time (docs/step_model.md) this is near the fastest tile on a B200.
 
     Args:
         arch: compiled for.
@@ -95,9 +92,9 @@ def chosen(
             return isinstance(tile, Tile) or (pairs and tile.tokens <= max(32, 2 * num_tokens))
 
         return min(filter(fits, HOPPER_TILES), key=nanoseconds)
-    if num_tokens >= MANY_TOKENS:
-        return TILES[-1]
-    return min(TILES[:-1], key=lambda tile: waves(tile) * (tile.rows + min(tile.tokens, num_tokens)))
+    # The largest tile multiplies as many missing tokens as there are, unless there are more than half of its tokens.
+    candidates = TILES if num_tokens > TILES[-1].tokens // 2 else TILES[:-1]
+    return min(candidates, key=lambda tile: waves(tile) * (tile.rows + min(tile.tokens, num_tokens)))
 
 
 def stores_pairs(out: Tensor) -> bool:

@@ -16,6 +16,7 @@ from step_model import attention, blackwell, experts, index, measured, products,
 from step_model.hardware import B200, H200, Fitted, Gpu
 from step_model.launch import Launch, bound_by, parts_us, time_us
 
+from dsv4_kernels.linear import gpu
 from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
 
 ROUND = Fitted(
@@ -54,6 +55,8 @@ def test_terms_of_the_stream_overlap_and_the_others_add_up() -> None:
     launch = Launch("", ctas=100, memory=8e6, clocks={"port": 6000.0}, chain=500)
     assert time_us(launch, GPU, early=False) == pytest.approx(1.0 + 2.0 + 0.5 + 6.0)
     assert bound_by(launch, GPU, early=False) == "port"
+    assert time_us(replace(launch, link=1e6), GPU) == pytest.approx(time_us(launch, GPU))
+    assert time_us(replace(launch, link=1e6, waits_for_link=True), GPU) == pytest.approx(time_us(launch, GPU) + 4.0)
 
 
 def test_a_launch_that_loads_ahead_hides_its_first_load_and_as_much_as_fits_into_idle_time() -> None:
@@ -141,6 +144,14 @@ def test_scores_of_few_tokens_are_divided_among_all_ctas() -> None:
     assert many.ctas == 3 and many.clocks["issue"] == 8 * 861
 
 
+def test_integer_instructions_take_longer_beside_products() -> None:
+    """Alone they keep their clocks. Beside products all of the time they take 2.45 times as many: 98 for 40."""
+    assert index.alu_beside_products(40.0, 0.0) == 40.0
+    assert index.alu_beside_products(40.0, 98.0) == pytest.approx(98.0)
+    chunk = index.scores_of_chunk("", 132e6, H200)
+    assert chunk.clocks["tensor"] == 4e6 and 6e6 < chunk.clocks["alu"] < 3.51e6 * 2.45
+
+
 def test_attention_on_blackwell_is_linear_in_key_tiles() -> None:
     cycles = blackwell._static("sparse_attention_sm100_static.json")
     launch = blackwell.attention("", "csa512", 32_768, 1, 64, B200)
@@ -152,10 +163,12 @@ def test_attention_on_blackwell_is_linear_in_key_tiles() -> None:
 def test_a_forward_has_the_launches_of_its_layers() -> None:
     """Layers without entries have no compressor and no indexer; short contexts have no scores."""
     f = step.Forward(step.FLASH, 64, 4608, 4)
-    of = {ratio: {x.name for s in step.attention_sublayer(f, ratio, B200) for x in s} for ratio in (0, 4, 128)}
+    of = {ratio: {x.name for x in step.attention_sublayer(f, ratio, B200).all} for ratio in (0, 4, 128)}
     assert of[128] - of[0] == {"projections", "compress_store"}
     assert of[4] - of[128] == {"index wq_b", "index_query", "scores", "choice"}
     assert not step.index_launches(replace(f, context=2048), B200)
+    csa = step.attention_sublayer(f, 4, B200)
+    assert [x.name for x in csa.side[-2:]] == ["scores", "choice"] and csa.after[0].name == "attention"
     assert [x.name for x in step.boundaries(f, B200)] == ["boundary"]
     assert [x.name for x in step.boundaries(replace(f, tokens=128), B200)] == ["sum over ranks", "boundary"]
 
@@ -163,6 +176,9 @@ def test_a_forward_has_the_launches_of_its_layers() -> None:
 def test_errors_are_geometric_means() -> None:
     found = measured.Errors.of({"a": 2.0, "b": 0.5, "c": 1.0})
     assert (found.mean, found.worst, found.bias) == (round(4 ** (1 / 3) - 1, 3), 1.0, 1.0)
+
+
+RENEW = "after a change of a plan: benchmarks/model_step.py --write, tests/lib/documents/result_tables.py --write"
 
 
 def assert_equal(found: object, recorded: object, where: str) -> None:
@@ -176,9 +192,9 @@ def assert_equal(found: object, recorded: object, where: str) -> None:
         for i, value in enumerate(found):
             assert_equal(value, recorded[i], f"{where}[{i}]")
     elif isinstance(found, float):
-        assert math.isclose(found, recorded, rel_tol=5e-3, abs_tol=2e-3), f"{where}: {found}, recorded {recorded}"
+        assert math.isclose(found, recorded, rel_tol=5e-3, abs_tol=2e-3), f"{where}: {found}, not {recorded}; {RENEW}"
     else:
-        assert found == recorded, where
+        assert found == recorded, f"{where}; {RENEW}"
 
 
 def test_the_file_is_what_the_command_writes(document: dict) -> None:
@@ -186,10 +202,26 @@ def test_the_file_is_what_the_command_writes(document: dict) -> None:
 
 
 def test_errors_are_within_the_bounds_of_the_document(document: dict) -> None:
-    """The mean is below the 15 % that the model should have; the worst case is not below 30 %."""
+    """The mean is below the 15 % that the model should have; the worst case is below 30 % for steps only."""
     assert document["held_out"]["mean"] < 0.15 and document["steps"]["mean"] < 0.15
-    assert document["held_out"]["worst"] < 0.7 and document["steps"]["worst"] < 0.42
+    assert document["held_out"]["worst"] < 0.7 and document["steps"]["worst"] < 0.3
     assert not measured.FITTED.keys() & measured.HELD_OUT.keys()
+
+
+@pytest.mark.parametrize(
+    ("rows_of_weight", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (32_320, 1)], ids=str
+)
+def test_blackwell_s_tiles_are_near_the_best_by_the_model(rows_of_weight: int, groups: int) -> None:
+    """The choice by bytes of a wave, against every tile, from one token to a chunk."""
+    arch = "sm_100a"
+    for tokens in (1, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 8192):
+        shape = tokens, rows_of_weight, groups
+
+        def us(tile: object, shape: tuple[int, int, int] = shape) -> float:
+            return time_us(products.by_mma_sync("", tile, *shape, B200), B200)
+
+        least = min(map(us, gpu.TILES))
+        assert us(gpu.chosen(arch, *shape, B200.multiprocessors)) <= 1.25 * least, shape
 
 
 @pytest.mark.slow

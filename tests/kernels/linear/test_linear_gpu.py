@@ -266,15 +266,16 @@ def test_what_is_refused(x: Tensor, weight: Tensor, message: str) -> None:
 @pytest.mark.parametrize(("rows", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (129_280, 1)], ids=str)
 def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
     """Few rows: many small tiles. Few tokens: a large weight is not read again for every 16 tokens. Many tokens: the
-    large tile."""
+    large tile, but for a gate only when it gives every multiprocessor a CTA."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 
-    chosen = {tokens: gpu.chosen("sm_100a", tokens, rows, groups, 148) for tokens in (1, 16, 64, 128, 8192)}
-    assert chosen[8192] is gpu.TILES[3]
+    chosen = {tokens: gpu.chosen("sm_100a", tokens, rows, groups, 148) for tokens in (1, 16, 64, 128, 512, 8192)}
+    assert chosen[8192] is gpu.TILES[3] and (chosen[512] is gpu.TILES[3]) == (rows * groups > 1024)
     assert (chosen[64] is gpu.TILES[0]) == (rows * groups <= 1024)
+    assert (chosen[128] is gpu.TILES[3]) == (rows * groups > 8192)  # logits: two waves of large tiles, not fourteen
     if rows * groups >= 8192:
-        assert chosen[64].tokens == chosen[128].tokens == 64
+        assert chosen[64].tokens == 64
         assert chosen[1].tokens == 16
     ctas = -(-rows // chosen[1].rows) * groups
     assert ctas >= min(148, rows * groups // 16) / 2
