@@ -102,9 +102,9 @@ def hear_under_lock(
     original: Callable[..., Callable[[], Any]], manager: CommonKVManager, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     """A function that receives the next message, and lets no room end while it is handled; around
-    `_make_worker_recv`."""
+    `_make_worker_recv`, which is called before the server is live."""
     receive = original(manager, *args, **kwargs)
-    if live_parts() is None or manager.disaggregation_mode.value != "prefill":
+    if manager.disaggregation_mode.value != "prefill":
         return receive
     return rooms_of(manager).locked_after(receive)
 

@@ -285,6 +285,8 @@ class Trace:
         # A few cases are asked often, so that their pages are in both trees; others come back after an eviction.
         case = self._cases[int(len(self._cases) * rng.random() ** 2)]
         kind, after_s = rng.random(), rng.random() ** 2 * 1.5
+        if kind < 0.05:
+            return self._batch, (case, self._rng.choice(self._cases)), name
         if kind < 0.7:
             return self._whole, case, name, rng.random() < 0.5
         if kind < 0.8:
@@ -308,6 +310,23 @@ class Trace:
         if answer is None or answer.reason in ("abort", "none"):
             return self._failed(what, name, deaths, f"ended early: {answer}")
         self._compare(what, case, name, answer, whole=True)
+
+    def _batch(self, cases: tuple[Case, ...], name: str) -> None:
+        deaths, bodies = self._deaths, [case.body(f"{name}-{i}", False) for i, case in enumerate(cases)]
+        body = {key: [one[key] for one in bodies] for key in ("input_ids", "sampling_params", "rid")}
+        try:
+            response = requests.post(
+                f"{self._sides.router}/generate", json=body | {"return_logprob": True}, timeout=TIMEOUT_S
+            )
+        except requests.RequestException as error:
+            return self._failed("batch", name, deaths, repr(error)[:300])
+        if response.status_code != 200:
+            return self._failed("batch", name, deaths, f"{response.status_code} {response.text[:300]}")
+        answers = [answer_of(result) for result in response.json()]
+        if any(answer.reason == "abort" for answer in answers):
+            return self._failed("batch", name, deaths, "ended early")
+        right = answers == [self._answers[case] for case in cases]
+        self.report.add("batch", None if right else f"{name}: a batch has other answers than its prompts alone")
 
     def _client_leaves(self, case: Case, name: str, after_s: float) -> None:
         """The client closes its connection; the router ends both requests."""

@@ -311,16 +311,20 @@ class RoomsManager(MooncakeKVManager):
 
     def hear(self, *messages: list[bytes]) -> None:
         """Let SGLang's thread read messages of decode servers."""
-        rest = list(messages)
+        rest, is_live = list(messages), threading.Event()
 
         def receive() -> list[bytes]:
+            is_live.wait(10)
             if not rest:  # the last message has been handled
                 self._stopped = True
             return rest.pop(0) if rest else None
 
-        self._stopped = False
+        self._stopped, parts = False, live._live
         self._make_worker_recv = lambda socket: prefill_side.hear_under_lock(lambda manager: receive, self)
+        live._live = None  # SGLang starts its thread before the server is live
         sglangs(MooncakeKVManager.start_prefill_thread)(self)
+        live._live = parts
+        is_live.set()
         self._worker_threads.pop().join(10)
 
 
