@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish
-from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish, hc_post
+from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.peer_sums import Part
@@ -31,6 +31,11 @@ class Pending(NamedTuple):
     def with_output(self, output: Tensor | Part) -> Pending:
         """The same streams with the sublayer's output [T, d], or a part of it, to be written back."""
         return Pending(self.streams, output, self.post, self.comb)
+
+    def complete(self) -> Tensor:
+        """The streams [T, n, d] with the output written back, as the next sublayer would read them."""
+        output = self.output.total() if isinstance(self.output, Part) else self.output
+        return hc_post(output, self.streams, self.post, self.comb)
 
 
 def _fp32(*shape: int) -> nn.Parameter:
@@ -51,7 +56,7 @@ class HyperConnection(nn.Module):
         self.quantises = quantises_once(config)
 
     def forward(
-        self, pending: Pending, norm: RMSNorm, rows: RowShards | RowsOfAllGroups
+        self, pending: Pending, norm: RMSNorm, rows: RowShards | RowsOfExperts
     ) -> tuple[SublayerInput, Pending]:
         """Write the last sublayer's output back and mix the streams into this sublayer's input (sections 2.2, 2.3).
 
@@ -78,7 +83,7 @@ class HyperConnection(nn.Module):
         made = SublayerInput(x, Fp8Input(*codes)) if codes else self.gathered(x, rows)
         return made, Pending(streams, None, post, comb)
 
-    def gathered(self, x: Tensor, rows: RowShards | RowsOfAllGroups) -> SublayerInput:
+    def gathered(self, x: Tensor, rows: RowShards | RowsOfExperts) -> SublayerInput:
         """A sublayer's input, gathered from every rank's own normed rows `x [T, d]`."""
         x = rows.gather(x)
         return SublayerInput(x, Fp8Input.of(x) if self.quantises and len(x) else None)
