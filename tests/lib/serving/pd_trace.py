@@ -51,7 +51,7 @@ SHAPE = replace(
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
 DECODE = ("--disaggregation-decode-enable-radix-cache",)
 PATIENCE = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "200"}
-PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "200"}
+PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "100"}
 # The router must find a server that has come back at once, and may not ask again for what a test has aborted. Checks of
 # a server's health are requests, too, which would be held in the end.
 ROUTER_FLAGS = ("--disable-circuit-breaker", "--disable-retries", "--health-check-interval-secs", "86400")
