@@ -261,7 +261,7 @@ def test_a_forward_packs_the_pages_that_it_wrote() -> None:
 # ---- pieces over TCP
 
 
-@pytest.mark.parametrize(("device", "calls"), [("", [1024, 1024, 452]), ("mlx5_0", [2500]), (None, [2500])])
+@pytest.mark.parametrize(("device", "calls"), [("", [2000, 2000, 500]), ("mlx5_0", [4500]), (None, [4500])])
 def test_a_transfer_over_tcp_has_pieces(device: str | None, calls: list[int]) -> None:
     """Mooncake refused calls of more than 2048 blocks, and SGLang then took the decode server for dead."""
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
@@ -271,7 +271,7 @@ def test_a_transfer_over_tcp_has_pieces(device: str | None, calls: list[int]) ->
     engine.ib_device = device
     engine.engine = SimpleNamespace(batch_transfer_sync_write=lambda *call: sent.append(call) or 0)
     original = sglangs(MooncakeTransferEngine.batch_transfer_sync)
-    lists = [list(range(begin, begin + 2500)) for begin in (0, 10_000, 20_000)]
+    lists = [list(range(begin, begin + 4500)) for begin in (0, 10_000, 20_000)]
     assert pieces.transfer_in_pieces(original, engine, "peer:1", *lists) == 0
     assert [len(call[1]) for call in sent] == calls and {call[0] for call in sent} == {"peer:1"}
     assert [[number for call in sent for number in call[i]] for i in (1, 2, 3)] == lists
