@@ -274,7 +274,7 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
     """
     with dependent_launch.switched(work.overlaps):
         arch = architecture("sm100", slot_rows.device)
-        return sums.sum_rows(slot_rows, work.experts, work.listed, dtype, shared, arch)
+        return sums.sum_rows(slot_rows, work.experts, work.listed.slot_of_pair, dtype, shared, arch)
 
 
 def check_packed(name: str, packed: Packed, of_type: type, multiple: int) -> None:
@@ -354,7 +354,7 @@ def _jobs(model: ModelShapes, arch: str, numbers: Numbers) -> list[Callable[[], 
     jobs: list[Callable[[], object]] = [
         *(partial(compile, plan, arch) for plan in PLANS if plan.numbers is numbers),
         partial(sums.compile, summed, arch),
-        partial(work_list.compile, arch),
+        *work_list.compile_jobs(arch),
     ]
     if numbers is Numbers.NVFP4:
         jobs.append(partial(nvfp4.compile, arch))
