@@ -5,6 +5,7 @@ python -m sglang_dsv4.doctor --versions                       versions of packag
 python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
                                                               the installation, and the memory plan of a checkpoint
 python -m sglang_dsv4.doctor MODEL --gpus N [--gpu-memory GB] the same, and the KV that fits on several GPUs
+python -m sglang_dsv4.doctor MODEL --stages N                 the memory plan of each stage of a pipeline instead
 python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     the installation, and the state of a running server
 """
 
@@ -28,11 +29,13 @@ from dsv4_kernels.indexer import SCRATCH_BYTES
 from dsv4_kernels.kv_layout import RowFormat
 from dsv4_kernels.moe.workspace import workspace_bytes
 from dsv4_kernels.sparse_attention import unpacking
+from sglang_dsv4 import env
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu import shims
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.stages import SIZES_VARIABLE, Stage, stages
 from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.seam import compat
 from sglang_dsv4.weights import rank_bytes
@@ -100,15 +103,17 @@ def _kernel_folder() -> str:
     return f"{len(list(folder.glob(f'{compile_cache.PREFIX}*.o')))} in {folder}"
 
 
-def geometry_of_checkpoint(model: Path, *, fp8: bool) -> PoolGeometry:
-    """The pools' dimensions for a whole checkpoint on one rank, with FP8 rows (as on a GPU) or plain rows.
+def geometry_of_checkpoint(model: Path, *, fp8: bool, stage: Stage | None = None) -> PoolGeometry:
+    """The pools' dimensions for a checkpoint on one rank, or for a stage of it, with FP8 rows (as on a GPU) or plain.
 
     Raises:
         OSError, ValueError: there is no config.json, or the model can't be served.
     """
     config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    layers = range(config.num_hidden_layers) if stage is None else stage.layers
     return PoolGeometry(
-        ratios=tuple(config.schedule.ratios[: config.num_hidden_layers]),
+        ratios=tuple(config.schedule.ratios[layers.start : layers.stop]),
+        first_layer=layers.start,
         row_dim=config.head_dim,
         rope_dim=config.qk_rope_head_dim,
         index_dim=config.index_head_dim,
@@ -131,9 +136,15 @@ def _expert_workspace_bytes(model: Path, tokens: int) -> int:
 
 
 def plan(
-    model: Path, tokens: int, requests: int, rows: str, hicache_ratio: float = 2.0, hicache_size: float = 0
+    model: Path,
+    tokens: int,
+    requests: int,
+    rows: str,
+    hicache_ratio: float = 2.0,
+    hicache_size: float = 0,
+    stage: Stage | None = None,
 ) -> list[str]:
-    """The lines on a checkpoint's memory plan, and on the prefixes that fit into it.
+    """The lines on the memory plan of a checkpoint, or of a stage of it, and on the prefixes that fit into it.
 
     Raises:
         ValueError: the config can't be served.
@@ -141,7 +152,7 @@ def plan(
     from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
 
     fp8 = rows == "fp8"
-    geometry = geometry_of_checkpoint(model, fp8=fp8)
+    geometry = geometry_of_checkpoint(model, fp8=fp8, stage=stage)
     options = TailOptions.from_environment()
     slots = options.slots_on_device(tokens, requests + 1)
     plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
@@ -181,6 +192,26 @@ def plan(
         "again after a divergence."
     )
     return lines
+
+
+def stages_of_checkpoint(model: Path, count: int) -> tuple[Stage, ...]:
+    """The stages of a checkpoint in a pipeline (`--pp-size`).
+
+    Raises:
+        ValueError: the layers can't be divided so.
+    """
+    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    found = stages(config.num_hidden_layers, count, env.text(SIZES_VARIABLE))
+    for stage in found:
+        stage.require_entries(config.schedule.ratios)
+    return found
+
+
+def weights_of_stage(model: Path, stage: Stage) -> str:
+    """A line on a stage: its name, and the bytes of its weights in the release's formats, on one GPU a stage."""
+    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    held = rank_bytes.bytes_of_a_rank(config, Topology(1), "fp8", stage)
+    return f"{stage.name}: {held / 2**30:.1f} GiB of weights (wo_a in FP8), divided by --tp-size"
 
 
 def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: str) -> list[str]:
@@ -272,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=count, help="ranks that share the model (--tp-size): the plan by --attn-dp-size")
     parser.add_argument("--gpu-memory", type=size, default=141, help="GB of a GPU as in its name, with --gpus")
+    parser.add_argument("--stages", type=count, default=1, help="stages of a pipeline (--pp-size): the plan of each")
     parser.add_argument("--url", help="a running server")
     parser.add_argument("--versions", action="store_true", help="print versions alone, for a bug report")
     chosen = parser.parse_args(arguments)
@@ -282,7 +314,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.model is not None:
             sizes = (chosen.tokens, chosen.requests, chosen.rows, chosen.hicache_ratio, chosen.hicache_size)
-            print("\n" + "\n".join(plan(chosen.model, *sizes)))
+            if chosen.stages == 1:
+                print("\n" + "\n".join(plan(chosen.model, *sizes)))
+            for stage in stages_of_checkpoint(chosen.model, chosen.stages) if chosen.stages > 1 else ():
+                lines = [weights_of_stage(chosen.model, stage), *plan(chosen.model, *sizes, stage)]
+                print("\n" + "\n".join(lines))
             if chosen.gpus is not None:
                 shape = (chosen.gpus, chosen.gpu_memory, chosen.requests, chosen.rows)
                 print("\n" + "\n".join(several_gpus(chosen.model, *shape)))

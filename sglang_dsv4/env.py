@@ -205,6 +205,13 @@ FOREIGN = (
         "set on a CPU unless the user did: SGLang's sampling functions are not traced",
         form="0 or 1",
     ),
+    Switch(
+        "SGLANG_PP_LAYER_PARTITION",
+        (),
+        "equal numbers",
+        "read: the layers of each stage of --pp-size",
+        form="`22,21`",
+    ),
 )
 """Variables of SGLang and PyTorch that this package reads or sets."""
 

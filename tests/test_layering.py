@@ -29,6 +29,7 @@ STANDARD_LIBRARY_ONLY = {
     "sglang_dsv4/seam/disaggregation_hooks.py",
     "sglang_dsv4/seam/hook_kinds.py",
     "sglang_dsv4/seam/hooks.py",
+    "sglang_dsv4/seam/pipeline_hooks.py",
     "kernels/host/environment.py",
 }
 

@@ -21,7 +21,7 @@ def arrive(barrier: cutlass.Pointer) -> None:
         prims.mbarrier_arrive(barrier)
 
 
-def initialise(barriers: cutlass.Pointer, groups: list[tuple[int, int, int]]) -> None:
+def initialise(barriers: cutlass.Pointer, groups: list[tuple[int, int, int | Int32]]) -> None:
     """Initialises groups of mbarriers, in one thread of the calling warp.
 
     Args:

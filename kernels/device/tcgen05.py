@@ -57,7 +57,8 @@ def set_up(
     columns: int,
     ctas: int = 1,
 ) -> None:
-    """Initialises mbarriers and allocates tensor memory of one CTA; called by one warp, before a barrier of all warps.
+    """Initialises mbarriers and allocates tensor memory; called by one warp of each CTA, before a barrier of all warps
+    (of a pair, see `cta_pair`).
 
     The allocation waits for the kernel before, which by then has freed its tensor memory (`dependent_launch`, rule 5).
 

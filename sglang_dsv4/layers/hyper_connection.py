@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish
+from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish, hc_post
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
@@ -31,6 +31,11 @@ class Pending(NamedTuple):
     def with_output(self, output: Tensor | Part) -> Pending:
         """The same streams with the sublayer's output [T, d], or a part of it, to be written back."""
         return Pending(self.streams, output, self.post, self.comb)
+
+    def complete(self) -> Tensor:
+        """The streams [T, n, d] with the output written back, as the next sublayer would read them."""
+        output = self.output.total() if isinstance(self.output, Part) else self.output
+        return hc_post(output, self.streams, self.post, self.comb)
 
 
 def _fp32(*shape: int) -> nn.Parameter:

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
@@ -26,7 +28,9 @@ from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.model_config.layer_kinds import LayerKind
+from sglang_dsv4.model_config.stages import Stage
 from sglang_dsv4.model_config.topology import Topology
+from sglang_dsv4.pipeline.this_stage import stage_of_this_process
 from sglang_dsv4.weights.tensor_table import TensorTable, main_model_tensors
 from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 
@@ -50,8 +54,6 @@ def check_server_options(config: Config) -> None:
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")
     parallel = get_parallel()
-    if parallel.pp_size != 1:
-        raise ConfigError("pp_size", parallel.pp_size, "1 (use tensor and expert parallelism: --tp-size, --ep-size)")
     exchanges = row_exchange.is_chosen()
     problem = Topology(parallel.tp_size, parallel.attn_dp_size, parallel.moe_ep_size, exchanges).problem(config)
     if problem is not None:
@@ -129,16 +131,22 @@ class Block(nn.Module):
 
 
 class DeepseekV4Model(nn.Module):
-    """Embedding, decoder layers and the final mixture and norm."""
+    """Embedding, decoder layers and the final mixture and norm; of a pipeline the parts that `stage` has.
 
-    def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    A stage's other layers are placeholders without parameters, so that each layer has the same name on every stage.
+    """
+
+    def __init__(self, config: Config, stage: Stage, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
-        self.hc_mult = config.hc_mult
+        self.hc_mult, self.hidden_size = config.hc_mult, config.hidden_size
+        self.stage = stage
         self.tapped_layers: tuple[int, ...] = ()
         """Layers whose complete streams a DSpark draft reads, in rising order."""
-        self.embed = build_embedding(config, f"{prefix}.embed")
+        self.embed = build_embedding(config, f"{prefix}.embed") if stage.is_first else PPMissingLayer()
         self.layers = nn.ModuleList(
-            Block(
+            PPMissingLayer()
+            if layer_id not in stage.layers
+            else Block(
                 config,
                 layer_id,
                 config.schedule.kind(layer_id),
@@ -148,39 +156,59 @@ class DeepseekV4Model(nn.Module):
             )
             for layer_id in range(config.num_hidden_layers)
         )
-        self.hc_head = HyperConnectionHead(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hc_head = HyperConnectionHead(config) if stage.is_last else PPMissingLayer()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else PPMissingLayer()
+
+    def first_streams(self, input_ids: Tensor, input_embeds: Tensor | None, rows: RowShards) -> Tensor:
+        """The streams [T, n, d] before the first layer: the embedding's rows, or `input_embeds`."""
+        embedded = rows.take(self.embed(input_ids) if input_embeds is None else input_embeds)
+        return embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)
+
+    def received_streams(self, received: Tensor, rows: RowShards) -> Tensor:
+        """The streams [T, n, d] for this rank's rows, from those that the stage before sent, [all T, n * d]."""
+        return rows.take(received).unflatten(1, (self.hc_mult, self.hidden_size))
+
+    def run_part(self, streams: Tensor, positions: Tensor, input_ids: Tensor, rows: RowShards) -> Tensor:
+        """The streams [all T, n * d] that the next stage begins with: all rows, after this stage's layers."""
+        pending = Pending(streams)
+        for layer_id in self.stage.layers:
+            pending = self.layers[layer_id](pending, positions, input_ids, rows)
+        return rows.gather(pending.complete().flatten(1))
 
     def forward(
         self,
-        input_ids: Tensor,
+        streams: Tensor,
         positions: Tensor,
-        input_embeds: Tensor | None,
+        input_ids: Tensor,
         rows: RowShards,
         of_experts: RowsOfExperts | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Run all layers; without tokens of its own, a rank only computes its part of the experts' sums.
+        """Run the layers of the last stage, which are all layers where the model is not divided into stages.
+
+        Args:
+            streams: [T, n, d], for this rank's rows.
+            positions: [T] int64.
+            input_ids: [T]; of the rows of all groups, if `of_experts` is given.
+            rows: this rank's share of the rows.
+            of_experts: the rows that the experts get, with attention data parallelism.
 
         Returns:
             the normed rows [T, d] from which the logits are made; the streams from which they were mixed, for an MTP
             draft, [T, n * d] for this rank's rows; and the means [T, d] of the tapped layers' streams, for a DSpark
             draft.
         """
-        ids_of_experts = input_ids if of_experts is None else of_experts.gather(input_ids)
-        if of_experts is not None and not len(positions):
-            return self._serve_other_groups(ids_of_experts, of_experts)
-        embedded = rows.take(self.embed(input_ids) if input_embeds is None else input_embeds)
-        pending, taps = Pending(embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)), []
-        for layer_id, layer in enumerate(self.layers):
+        pending, taps = Pending(streams), []
+        for layer_id in self.stage.layers:
             # A layer's output is written back at the start of the next layer.
             tapped = taps if layer_id - 1 in self.tapped_layers else None
-            pending = layer(pending, positions, ids_of_experts, rows, of_experts, tapped)
+            pending = self.layers[layer_id](pending, positions, input_ids, rows, of_experts, tapped)
         streams, row = self.hc_head(pending, self.norm)
         if len(self.layers) - 1 in self.tapped_layers:
             taps.append(mean_of_streams(streams))
         return rows.gather(row), streams.flatten(1), [rows.gather(tap) for tap in taps]
 
-    def _serve_other_groups(self, input_ids: Tensor, of_experts: RowsOfExperts) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def serve_other_groups(self, input_ids: Tensor, of_experts: RowsOfExperts) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The results of `forward` for a rank without tokens, which only computes its part of the experts' sums."""
         no_rows = self.embed.weight[:0]
         for layer in self.layers:
             layer.serve_other_groups(no_rows, input_ids, of_experts)
@@ -212,12 +240,15 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.quant_config = quant_config
         self.dsv4_config = Config.from_hf(config)
         check_server_options(self.dsv4_config)
-        self.model = DeepseekV4Model(self.dsv4_config, quant_config, f"{prefix}.model".lstrip("."))
-        self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
+        self.stage = stage_of_this_process(self.dsv4_config)
+        self.model = DeepseekV4Model(self.dsv4_config, self.stage, quant_config, f"{prefix}.model".lstrip("."))
+        self.lm_head = PPMissingLayer()
+        if self.stage.is_last:
+            self.lm_head = build_lm_head(self.dsv4_config, f"{prefix}.lm_head".lstrip("."))
         self.logits_processor = Fp32LogitsProcessor(config)
-        self.start_layer, self.end_layer = 0, self.dsv4_config.num_hidden_layers
+        self.start_layer, self.end_layer = self.stage.layers.start, self.stage.layers.stop
         checks.check_model(self)
-        peer_sums.set_up(self.lm_head.weight.device)
+        peer_sums.set_up(next(self.parameters()).device)
         row_exchange.log_choice()
 
     @torch.no_grad()
@@ -227,18 +258,33 @@ class DeepseekV4ForCausalLM(nn.Module):
         positions: Tensor,
         forward_batch: ForwardBatch,
         input_embeds: Tensor | None = None,
-    ) -> LogitsProcessorOutput:
-        """Logits of a batch; SGLang's model runner calls this.
+        pp_proxy_tensors: PPProxyTensors | None = None,
+    ) -> LogitsProcessorOutput | PPProxyTensors:
+        """Logits of a batch, or the streams that the next stage begins with; SGLang's model runner calls this.
 
         Args:
             input_ids: [T] integer.
             positions: [T] int64, each token's position in its sequence.
             forward_batch: SGLang's; its logits processor reads it, and we read its mode.
             input_embeds: [T, d], in place of the embedding's rows; hash-routed layers still read `input_ids`.
+            pp_proxy_tensors: on any stage but the first, the stage before's: `hidden_states` [T, n * d].
+
+        Returns:
+            on the last stage, logits; on any other, `hidden_states` [T, n * d] for the next stage.
         """
         rows = sequence_parallel.of_forward(forward_batch.forward_mode, positions.shape[0])
         of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
-        hidden_states, streams, taps = self.model(input_ids, positions, input_embeds, rows, of_experts)
+        ids_of_experts = input_ids if of_experts is None else of_experts.gather(input_ids)
+        if of_experts is not None and not len(positions):
+            hidden_states, streams, taps = self.model.serve_other_groups(ids_of_experts, of_experts)
+        else:
+            if self.stage.is_first:
+                streams = self.model.first_streams(input_ids, input_embeds, rows)
+            else:
+                streams = self.model.received_streams(pp_proxy_tensors["hidden_states"], rows)
+            if not self.stage.is_last:
+                return PPProxyTensors({"hidden_states": self.model.run_part(streams, positions, input_ids, rows)})
+            hidden_states, streams, taps = self.model(streams, positions, ids_of_experts, rows, of_experts)
         for_draft = {}
         if taps:
             for_draft["aux_hidden_states"] = taps
@@ -259,8 +305,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.model.tapped_layers = trained.target_layer_ids
 
     def tensor_table(self) -> TensorTable:
-        """The tensors of an official checkpoint that the model loads."""
-        return main_model_tensors(self.dsv4_config)
+        """The tensors of an official checkpoint that the model loads, or that this stage of it loads."""
+        return main_model_tensors(self.dsv4_config, self.stage)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load all tensors of an official checkpoint, one at a time, or tensors of a weight update.

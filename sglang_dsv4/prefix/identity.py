@@ -37,19 +37,21 @@ def identity_of(runner: ModelRunner, records: PageRecords, tails: TierSlots, ran
         runner: the worker's.
         records, tails: give the formats of page records and tails.
         ranks: `weights_fingerprint` of each tensor-parallel rank, in rank order. Another number of ranks adds
-            partial sums in another order, so it computes other bits.
+            partial sums in another order, so it computes other bits. In a pipeline the ranks of this stage, and a
+            fingerprint of the stages before it.
     """
     config, arguments = runner.model.dsv4_config, runner.server_args
     device, geometry = torch.device(runner.device), runner.token_to_kv_pool.geometry
     # Groups of attention data parallelism share their records. TP without groups keeps the name that its records have.
     groups = f", groups {parallel.attn_dp_size}" if (parallel := get_parallel()).attn_dp_size > 1 else ""
+    stage = f", {runner.model.stage.name}" if parallel.pp_size > 1 else ""
     attention = chosen_implementation(device, geometry.dtype, geometry.row_dim)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {
         "model": blake2b(repr(config).encode(), digest_size=8).hexdigest(),
         "draft": arguments.speculative_algorithm or "none",
         "weights": blake2b(" ".join(ranks).encode(), digest_size=16).hexdigest(),
-        "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}" + groups,
+        "ranks": f"tp {arguments.tp_size}, ep {arguments.ep_size}" + groups + stage,
         "quantisers": repr(config.qat),
         "dtype": str(geometry.dtype),
         "rows": f"{records.fingerprint} {geometry.row_format.value}",

@@ -6,7 +6,7 @@ import logging
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from sglang.srt.distributed import get_tp_group
+from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.runtime_context import get_context, get_exec, get_memory
 
 from dsv4_radix_cache.ledger import Ledger
@@ -86,12 +86,12 @@ def new_ledger(geometry: PoolGeometry, tails: TailSizes) -> Ledger:
 
 
 def tail_sizes(geometry: PoolGeometry, full_tokens: int, request_slots: int) -> TailSizes | None:
-    """Tail slots and host pages of a target worker, equal on all ranks; None without prefix reuse."""
+    """Tail slots and host pages of a target worker, equal on all ranks of all stages; None without prefix reuse."""
     device_slots = tail_slots(full_tokens, request_slots)
     if not device_slots:
         return None
     options = TailOptions.from_environment()
-    plan, group = PoolPlan.of(geometry, full_tokens, request_slots, device_slots), get_tp_group().cpu_group
+    plan, group = PoolPlan.of(geometry, full_tokens, request_slots, device_slots), get_world_group().cpu_group
     slot_bytes = int(plan.bytes_per_tail)
     host_slots, host_pages = options.slots_on_host(device_slots, slot_bytes), 0
     memory = get_memory()

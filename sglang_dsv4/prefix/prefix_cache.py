@@ -167,6 +167,18 @@ class Dsv4PrefixCache(RankedRadixCache):
         if self.host is not None:
             self.host.check(0 if self.storage is None else self.storage.reserved)
 
+    def account(self) -> list[int]:
+        """The numbers of what this cache holds, equal on all stages of a pipeline; see `pipeline.plans.FIELDS`."""
+        store = None if self.ledger is None else self.ledger.store
+        return [
+            self.token_to_kv_pool_allocator.available_size(),
+            0 if self.disable else self.full_evictable_size(),
+            0 if store is None else store.device.free,
+            0 if store is None else store.host.free,
+            0 if self.host is None else len(self.host.pages),
+            0 if self.storage is None else self.storage.fetching,
+        ]
+
     # -- the tree and the tiers --------------------------------------------------------------------------------------
 
     def insert(self, params: InsertParams) -> InsertResult:

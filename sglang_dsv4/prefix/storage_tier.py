@@ -7,11 +7,13 @@ look up how much of it is stored and read that into host memory; the request wai
 
 A prefix is usable up to its deepest tail before the first page that is missing or damaged; failures are counted, and
 the tokens are computed again. With several ranks, rank 0 writes and all ranks read; they agree on the result of every
-read before they act on it, since their trees must stay equal.
+read before they act on it, since their trees must stay equal. So do the stages of a pipeline, each of which has files
+of its own (`sglang_dsv4.pipeline.votes`).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -26,6 +28,7 @@ from torch import Tensor
 from dsv4_radix_cache.ledger import Ledger
 from dsv4_radix_cache.pages import PAGE_TOKENS
 from dsv4_radix_cache.tail_store import CopyState
+from sglang_dsv4.pipeline.votes import Votes
 from sglang_dsv4.prefix.host_tier import HostTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 
@@ -73,8 +76,14 @@ class _Fetch:
     floor: int  # number of pages that the request can reuse anyway, from host memory or the device
     deadline: float
     work: Future[_Found]
+    number: int  # of the fetch, equal on all ranks
     slots: list[int] = field(default_factory=list)  # reserved, for pages from `begin` on, while they are read
     reading: bool = False
+
+    @property
+    def name(self) -> int:
+        """A number for the fetch and its step, a look-up or a read."""
+        return 2 * self.number + self.reading
 
     @property
     def before(self) -> list[bytes]:
@@ -124,7 +133,7 @@ class StorageTier:
         *,
         writes: bool = True,
         options: PrefetchOptions | None = None,
-        least_of_ranks: Callable[[list[int]], list[int]] = list,
+        votes: Votes | None = None,
     ) -> None:
         """Open the storage backend.
 
@@ -136,11 +145,11 @@ class StorageTier:
             memory: the bytes of the tails.
             writes: whether this rank writes.
             options: of prefetches.
-            least_of_ranks: the least of each number over the ranks.
+            votes: the agreement of the ranks; None for one rank.
         """
         self._open, self.backend = open_backend, open_backend()
         self._host, self._nodes, self._ledger, self._memory = host, nodes, ledger, memory
-        self._writes, self._options, self._agree = writes, options or PrefetchOptions(), least_of_ranks
+        self._writes, self._options, self._votes = writes, options or PrefetchOptions(), votes or Votes(list)
         self.totals = StorageTotals()
         self._earlier_faults: Counter[Fault] = Counter()
         self._writer = ThreadPoolExecutor(1, "prefix-storage-write")
@@ -151,6 +160,7 @@ class StorageTier:
         # tail id -> (prefix, whether its copy to the host is done; None: not issued yet)
         self._new_tails: dict[int, tuple[bytes, Callable[[], bool] | None]] = {}
         self._fetches: list[_Fetch] = []  # in the order of the requests
+        self._numbers = itertools.count()
 
     # Writing
 
@@ -245,7 +255,7 @@ class StorageTier:
         digests = list(digests)
         deadline = time.monotonic() + self._options.seconds(tokens)
         work = self._planner.submit(self._look, digests, begin, floor)
-        self._fetches.append(_Fetch(handle, digests, begin, floor, deadline, work))
+        self._fetches.append(_Fetch(handle, digests, begin, floor, deadline, work, next(self._numbers)))
 
     def is_waiting(self, handle: Hashable) -> bool:
         """Whether the request should wait for its fetch."""
@@ -308,14 +318,12 @@ class StorageTier:
         self._write_pages()
         self._write_tails()
         over: dict[Hashable, tuple[int, int]] = {}
-        if not self._fetches:  # the same on all ranks
-            return over
         now, states = time.monotonic(), []
         for fetch in self._fetches:
             done = fetch.work.done()
             pages = self._result(fetch).pages if done else 0
             states += [int(done), pages, -pages, int(now < fetch.deadline)]
-        agreed = self._agree(states)
+        agreed = self._votes.agree([fetch.name for fetch in self._fetches], states)  # as many fetches on all ranks
         remaining = []
         for i, fetch in enumerate(self._fetches):
             done, least, most, in_time = agreed[4 * i : 4 * i + 4]
@@ -381,6 +389,11 @@ class StorageTier:
         if self.totals.errors == 1:
             logger.error("prefix storage: a prefix can't be fetched; further errors are counted", exc_info=error)
         return _Found(0)
+
+    @property
+    def fetching(self) -> int:
+        """Number of prefixes that are looked up or read."""
+        return len(self._fetches)
 
     @property
     def reserved(self) -> int:

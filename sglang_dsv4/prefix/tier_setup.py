@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.cache.record_files import RecordFiles, identity_digest
+from sglang_dsv4.pipeline.this_stage import Messages, is_divided
+from sglang_dsv4.pipeline.votes import Votes
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.identity import identity_of, weights_fingerprint
 from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
     from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 logger = logging.getLogger(__name__)
+
+IDENTITY_TAG, VOTES_TAG = int.from_bytes(b"D4Id", byteorder="big"), int.from_bytes(b"D4Vo", byteorder="big")
+"""Tags of the messages between the stages of a pipeline."""
+FINGERPRINT_BYTES = 16
 
 
 def write_policy() -> WritePolicy:
@@ -60,7 +67,7 @@ def open_storage(
         runner: the worker's; its model is loaded.
         host: the host tier.
         nodes: the tails on the tree's nodes.
-        least_of_ranks: the least of each number over the ranks.
+        least_of_ranks: the least of each number over the ranks that keep equal trees; of a pipeline, this stage's.
     """
     memory, parallel, pool = get_memory(), get_parallel(), runner.token_to_kv_pool
     name = memory.hicache_storage_backend
@@ -90,6 +97,8 @@ def open_storage(
         if group.world_size > 1:
             ranks *= group.world_size
             torch.distributed.all_gather_object(ranks, ranks[0], group=group.cpu_group)
+        if line is not None:  # rows depend on the weights of the stages before, too
+            ranks = [*weights_before(line, ranks), *ranks]
         identity = identity_of(runner, host.copies.records.records, pool.tail_memory.host, ranks)
         if name == "file":
             root = RecordFiles.root_from_environment(getattr(runner.server_args, "file_storage_path", None))
@@ -97,6 +106,8 @@ def open_storage(
             return RecordFiles(root, identity, limit(root))
         return CheckedStorage(*connection(), identity)
 
+    line = Messages.between_stages(IDENTITY_TAG) if is_divided() else None
+    votes = Votes(least_of_ranks, Messages.between_stages(VOTES_TAG) if is_divided() else None)
     options = PrefetchOptions(memory.hicache_storage_prefetch_policy, threshold, timeout_s, timeout_s_per_ki_token)
     storage = StorageTier(
         open_backend,
@@ -106,12 +117,28 @@ def open_storage(
         pool.tail_memory,
         writes=writes,
         options=options,
-        least_of_ranks=least_of_ranks,
+        votes=votes,
     )
     if isinstance(storage.backend, CheckedStorage) and writes:
         for size in sizes:
             storage.backend.probe(name, size)
     return storage
+
+
+def weights_before(line: Messages, own: list[str]) -> list[str]:
+    """The fingerprint of the weights of all stages before this one; none before the first.
+
+    Each stage gets it from the stage before, and sends the next stage one that covers its own weights.
+
+    Args:
+        line: messages between the stages.
+        own: `weights_fingerprint` of each rank of this stage.
+    """
+    before = [bytes(line.receive(FINGERPRINT_BYTES, line.index - 1)).hex()] if line.index else []
+    if line.index + 1 < line.count:
+        digest = blake2b(" ".join([*before, *own]).encode(), digest_size=FINGERPRINT_BYTES).digest()
+        line.send(list(digest), line.index + 1)
+    return before
 
 
 def other_backend(name: str, extra: dict | None, rank: int, ranks: int, staged: StagedRecords) -> HiCacheStorage:

@@ -6,6 +6,8 @@ The logits processor marks a row of the model's logits that holds NaN, an infini
 with its tokens, so nothing waits for them, and the request is ended when SGLang processes the forward's results. Its
 token is not part of the answer, and its KV is not kept for other requests.
 
+The last stage of a pipeline has the logits; `sglang_dsv4.pipeline.marks` brings the marks to the other stages.
+
 Penalties, biases, a grammar and a custom logit processor may leave a row without any token, or put NaN into it:
 :func:`mark_adjusted_rows` looks at such batches only.
 
@@ -81,7 +83,14 @@ def note_rows(output: ModelRunnerOutput, runner: ModelRunner, *args: Any, **kwar
         return
     logits = getattr(output.logits_output, "next_token_logits", None)
     if logits is not None:
-        output.logits_output.marks = to_host(logits[:, 0])
+        output.logits_output.marks = kept(logits[:, 0])
+
+
+def kept(marks: Tensor) -> Tensor:
+    """A copy of marks: on the host, or on their device if it is to travel to the other stages of a pipeline."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return to_host(marks) if get_parallel().pp_size == 1 else marks.clone()
 
 
 def to_host(values: Tensor) -> Tensor:
@@ -132,7 +141,7 @@ def copy_adjusted_marks(logits_output: LogitsProcessorOutput, info: SamplingBatc
     """Copy the rows that `info` notes to the host, once, and keep them with the logits."""
     unusable = getattr(info, "unusable", None)
     if unusable is not None:
-        logits_output.unusable = to_host(unusable)
+        logits_output.unusable = kept(unusable)
         info.unusable = None
 
 

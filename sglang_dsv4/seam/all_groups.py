@@ -50,15 +50,17 @@ def flush(original: Callable[..., bool], scheduler: Scheduler, *args: Any, **opt
 def flush_at_once(
     original: Callable[..., FlushCacheReqOutput | None], wrapper: SchedulerFlushWrapper, request: FlushCacheReqInput
 ) -> FlushCacheReqOutput | None:
-    """The answer to `/flush_cache`; with attention data parallelism a request that would wait is refused.
+    """The answer to `/flush_cache`; a request that would wait is refused with several groups, or stages of a pipeline.
 
     SGLang lets each rank wait for its own requests, by its own clock.
     """
     from sglang.srt.managers.io_struct import FlushCacheReqOutput
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().attn_dp_size > 1 and float(request.timeout_s or 0) > 0:
-        message = "timeout is not supported with --attn-dp-size above 1: leave it out, and ask again until it succeeds"
+    parallel = get_parallel()
+    if max(parallel.attn_dp_size, parallel.pp_size) > 1 and float(request.timeout_s or 0) > 0:
+        flag = "--attn-dp-size" if parallel.attn_dp_size > 1 else "--pp-size"
+        message = f"timeout is not supported with {flag} above 1: leave it out, and ask again until it succeeds"
         return FlushCacheReqOutput(success=False, message=message)
     return original(wrapper, request)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from sglang_dsv4.seam.disaggregation_hooks import DISAGGREGATION
 from sglang_dsv4.seam.hook_kinds import KINDS, Hook, Kind, Process
+from sglang_dsv4.seam.pipeline_hooks import PIPELINE
 
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OUR_MODELS = "sglang_dsv4.models"
@@ -396,6 +397,7 @@ HOOKS = (
          "a request goes to the data-parallel rank where most of its prompt is cached",
          "load-balancing methods can be registered"),
     *DISAGGREGATION,
+    *PIPELINE,
     # ---- the scheduler on a CPU
     Hook(f"{_RUNNER}.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", Kind.AROUND, Process.SCHEDULER,
          f"{_CPU}.overrides:keep_products",

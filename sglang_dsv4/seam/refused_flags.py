@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from sglang_dsv4 import env
 from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.model_config.stages import SIZES_VARIABLE, stages
 from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.seam import moe_runner
 from sglang_dsv4.seam.hook_kinds import NAME
@@ -71,6 +72,7 @@ PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and 
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
 OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
 UNTESTED = "it was never tested between servers; leave it out"
+BETWEEN_STAGES = "it was never tested between stages; leave it out"
 OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
 TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave it out"
 
@@ -88,7 +90,6 @@ REFUSALS = (
     Refusal("--device", other_than(None, "cpu", "cuda"), "this package serves on NVIDIA GPUs and on CPUs"),
     Refusal("--use-ray", bool, "start one server on each host by --nnodes and --node-rank"),
     # ---- parallelism
-    *flags("--pp-size", above(1), USE_TENSOR_PARALLELISM),
     *flags("--dcp-size --attn-cp-size --moe-dp-size --dwdp-size", above(1), USE_TENSOR_PARALLELISM),
     *flags("--enable-prefill-cp --enable-kv-cache-sharding", bool, USE_TENSOR_PARALLELISM),
     *flags(
@@ -292,6 +293,7 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             "never checked. Leave one of the two out."
         )
     refuse_with_groups(arguments)
+    refuse_with_stages(arguments)
     if arguments.disaggregation_mode != "null":
         refuse_with_transfers(arguments)
     if envs.SGLANG_RUST_SERVER.get():
@@ -381,8 +383,35 @@ def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's vi
         )
 
 
+WITH_STAGES = (
+    Refusal("--speculative-algorithm", other_than(None), "a draft would need the last stage's rows on the first"),
+    Refusal("--disaggregation-mode", other_than("null"), "a request's pages would come from all stages"),
+    *flags("--dp-size --attn-dp-size", above(1), BETWEEN_STAGES),
+    Refusal("--hicache-storage-backend", other_than(None, "file"), "only files were tested between stages; use file"),
+    *flags("--pp-async-batch-depth", above(0), BETWEEN_STAGES),
+    *flags("--enable-dynamic-chunking --enable-memory-saver", bool, BETWEEN_STAGES),
+    Refusal("--enable-return-hidden-states", bool, "SGLang's stages do not exchange them; leave it out"),
+)
+"""Refused with --pp-size above 1."""
+
+
+def refuse_with_stages(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for what the stages of a pipeline can't be combined with.
+
+    Raises:
+        ValueError: names the flag, its value and why.
+    """
+    if arguments.pp_size == 1:
+        return
+    for refusal in WITH_STAGES:
+        value = getattr(arguments, refusal.argument)
+        if refusal.is_refused(value):
+            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
+            raise ValueError(f"sglang-dsv4 does not support {shown} with --pp-size {arguments.pp_size}: {refusal.why}")
+
+
 def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for numbers of ranks that can't share the model.
+    """Raise for numbers of ranks or stages that can't share the model.
 
     Raises:
         ValueError: names the part of the model, and numbers that can.
@@ -391,6 +420,11 @@ def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLa
     problem = Topology(arguments.tp_size, arguments.attn_dp_size, arguments.ep_size, exchanges).problem(config)
     if problem is not None:
         raise ValueError(f"sglang-dsv4 can't serve this checkpoint on {arguments.tp_size} ranks: {problem}")
+    try:
+        for stage in stages(config.num_hidden_layers, arguments.pp_size, env.text(SIZES_VARIABLE)):
+            stage.require_entries(config.schedule.ratios)
+    except ValueError as error:
+        raise ValueError(f"sglang-dsv4 can't serve this checkpoint in {arguments.pp_size} stages: {error}") from error
 
 
 def sequence_parallel_is_on() -> bool:

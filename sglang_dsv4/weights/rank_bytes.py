@@ -6,6 +6,7 @@ import functools
 from math import prod
 
 from sglang_dsv4.model_config.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
+from sglang_dsv4.model_config.stages import Stage
 from sglang_dsv4.model_config.topology import Topology
 from sglang_dsv4.weights.tensor_table import Format, TensorSpec, main_model_tensors
 
@@ -30,23 +31,24 @@ def topologies(config: Config, ranks: int) -> list[Topology]:
     return [topology for topology in found if topology.problem(config) is None]
 
 
-def bytes_of_a_rank(config: Config, topology: Topology, wo_a: str) -> float:
+def bytes_of_a_rank(config: Config, topology: Topology, wo_a: str, stage: Stage | None = None) -> float:
     """Bytes of the weights on one GPU, without a draft's.
 
     Args:
         config: the model's, quantised as released.
         topology: of the server.
         wo_a: formats in which the first half of the output projection is kept: "fp8", "bf16" or "both".
+        stage: of a pipeline, with ranks of this topology; None: the whole model.
     """
     sharers = {"all": topology.ranks, "group": topology.group_size, "none": 1}
-    return sum(count / sharers[shared] for shared, count in _bytes_by_sharing(config, wo_a).items())
+    return sum(count / sharers[shared] for shared, count in _bytes_by_sharing(config, wo_a, stage).items())
 
 
 @functools.cache
-def _bytes_by_sharing(config: Config, wo_a: str) -> dict[str, float]:
+def _bytes_by_sharing(config: Config, wo_a: str, stage: Stage | None) -> dict[str, float]:
     """Bytes of all tensors by the ranks that share them, see `sharing`."""
     found = dict.fromkeys(("all", "group", "none"), 0.0)
-    for spec in main_model_tensors(config).specs.values():
+    for spec in main_model_tensors(config, stage).specs.values():
         found[sharing(spec.name)] += prod(spec.shape) * _bytes_of_a_value(spec, wo_a)
     return found
 

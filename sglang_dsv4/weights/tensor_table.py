@@ -6,7 +6,7 @@ format, and the parameter that it is loaded into. `loader` reads a checkpoint by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -14,6 +14,7 @@ import torch
 
 from sglang_dsv4.model_config.config import FP4_WEIGHT_BLOCK, WEIGHT_BLOCK, Config
 from sglang_dsv4.model_config.layer_kinds import LayerKind
+from sglang_dsv4.model_config.stages import Stage
 from sglang_dsv4.weights import nvfp4
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
@@ -83,23 +84,36 @@ class TensorTable:
     """False for names that belong to another model in the same checkpoint: they are skipped, not checked."""
 
 
-def main_model_tensors(config: Config) -> TensorTable:
-    """All tensors of the main model. The draft's tensors are skipped by name; any other `mtp.` name is unknown."""
-    rows = [
-        *_top_level(config),
-        *(
-            _moved(spec, f"layers.{i}.", f"model.layers.{i}.")
-            for i in range(config.num_hidden_layers)
-            for spec in _block(config, config.schedule.kind(i), config.uses_hash_routing(i))
-        ),
-    ]
-    of_draft = _draft_names(config)
-    return TensorTable({spec.name: spec for spec in rows}, lambda name: name not in of_draft)
+def main_model_tensors(config: Config, stage: Stage | None = None) -> TensorTable:
+    """The tensors of the main model, or of a stage of it.
+
+    The tensors of the draft and of other stages are skipped by name; any other name that is not in the table is
+    unknown.
+    """
+    stage = stage or Stage.whole(config.num_hidden_layers)
+    own = {spec.name: spec for spec in (*_top_level(config, stage), *_layers(config, stage.layers))}
+    skipped = _draft_names(config)
+    if stage.count > 1:
+        whole = Stage.whole(config.num_hidden_layers)
+        others = (*_top_level(config, whole), *_layers(config, whole.layers))
+        skipped |= _names_with_scales(config, (spec for spec in others if spec.name not in own))
+    return TensorTable(own, lambda name: name not in skipped)
+
+
+def _layers(config: Config, layers: range) -> Iterator[TensorSpec]:
+    for i in layers:
+        for spec in _block(config, config.schedule.kind(i), config.uses_hash_routing(i)):
+            yield _moved(spec, f"layers.{i}.", f"model.layers.{i}.")
 
 
 def _draft_names(config: Config) -> frozenset[str]:
     """Names of all tensors of the checkpoint's draft, MTP or DSpark, with their scales."""
-    specs = (mtp_tensors if config.dspark is None else dspark_tensors)(config).specs.values()
+    return _names_with_scales(config, (mtp_tensors if config.dspark is None else dspark_tensors)(config).specs.values())
+
+
+def _names_with_scales(config: Config, specs: Iterable[TensorSpec]) -> frozenset[str]:
+    """The names of tensors, and of all scales that they may have in this checkpoint."""
+    specs = list(specs)
     names = {spec.name for spec in specs} | {spec.scale_name for spec in specs if spec.may_have_scale}
     if config.nvfp4_experts:  # some exports store the draft's experts in NVFP4, too
         names.update(name for spec in specs if spec.format is Format.EXPERT for name in nvfp4.scale_names(spec.name))
@@ -149,14 +163,16 @@ def _moved(spec: TensorSpec, name_prefix: str, parameter_prefix: str) -> TensorS
     return replace(spec, name=name_prefix + spec.name, parameter=parameter_prefix + spec.parameter)
 
 
-def _top_level(c: Config) -> list[TensorSpec]:
+def _top_level(c: Config, stage: Stage) -> list[TensorSpec]:
     v, d = c.vocab_size, c.hidden_size
-    return [
-        TensorSpec("embed.weight", (v, d), Format.FLOAT, "model.embed.weight"),
-        TensorSpec("head.weight", (v, d), Format.FLOAT, "lm_head.weight"),
-        TensorSpec("norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
-        *(_moved(spec, "", "model.") for spec in _hyper_connection_head(c)),
-    ]
+    rows = [TensorSpec("embed.weight", (v, d), Format.FLOAT, "model.embed.weight")] if stage.is_first else []
+    if stage.is_last:
+        rows += [
+            TensorSpec("head.weight", (v, d), Format.FLOAT, "lm_head.weight"),
+            TensorSpec("norm.weight", (d,), Format.FLOAT, "model.norm.weight"),
+            *(_moved(spec, "", "model.") for spec in _hyper_connection_head(c)),
+        ]
+    return rows
 
 
 def _hyper_connection_head(c: Config) -> list[TensorSpec]:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from sglang_dsv4 import doctor
+from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 
@@ -77,6 +78,21 @@ def test_the_plan_lists_what_fits(model: Path, rows: str, monkeypatch: pytest.Mo
     assert (extra in lines) == (rows == "fp8")
     experts = [line for line in lines if line.startswith("with --moe-runner-backend dsv4 on one Hopper GPU: ")]
     assert len(experts) == (1 if rows == "fp8" else 0)
+
+
+def test_the_plan_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The stages' bytes of a token add up; a division that a server refuses is a sentence."""
+    sizes = ["--tokens", "4096", "--requests", "4", "--rows", "fp8"]
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    assert doctor.main([str(model), *sizes, "--stages", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 0 of 2, layers 0 to" in printed and f"stage 1 of 2, layers {layers // 2} to {layers - 1}: " in printed
+    parts = [doctor.geometry_of_checkpoint(model, fp8=True, stage=one) for one in doctor.stages_of_checkpoint(model, 2)]
+    whole = doctor.geometry_of_checkpoint(model, fp8=True)
+    each = [PoolPlan.of(part, 4096, 5, 4).bytes_per_token for part in (*parts, whole)]
+    assert each[0] + each[1] == each[2]
+    assert doctor.main([str(model), *sizes, "--stages", str(layers + 1)]) == 1
+    assert f"expected 1 to {layers} stages" in capsys.readouterr().err
 
 
 def test_a_missing_server_or_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

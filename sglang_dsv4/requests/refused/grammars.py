@@ -211,7 +211,8 @@ def refuse_slow_grammars(original: Callable[..., list[Req]], manager: GrammarMan
     if compilations is None:
         return original(manager)
     waiting = {id(req): (req.grammar, req.grammar_key) for req in manager.grammar_queue if is_waiting(req)}
-    for req in [req for req in manager.grammar_queue if is_waiting(req)]:
+    # The first stage of a pipeline decides, and SGLang sends its decision to the others.
+    for req in [req for req in manager.grammar_queue if is_waiting(req) and manager.pp_rank == 0]:
         req.grammar_wait_ct = 0  # SGLang's limit, in rounds of the scheduler
         if compilations.is_due(req.grammar):
             kind, text = req.grammar_key

@@ -43,6 +43,8 @@ COUNTS: dict[str, Callable[[Any], Tensor]] = {
     "BatchedThinkingBudget": lambda penaliser: penaliser.rows["left"],
 }
 """The tensor [B, ...] of each penaliser that changes with every counted token."""
+SCALING = "BatchedRepetitionPenalizer"
+"""The penaliser that scales logits; the others add to them."""
 
 
 class BatchedThinkingBudget(RowPenaliser):
@@ -194,15 +196,28 @@ def leave_out_processed(original: Callable[[ScheduleBatch], None], batch: Schedu
 
 
 def complete(result: None, info: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
-    """Add the thinking budget to a new batch's penalisers, and count the earlier answers of retracted requests."""
+    """Complete a new batch's penalisers; runs after ``SamplingBatchInfo.adjusted_from_schedule_batch``.
+
+    They get the thinking budget and a fixed order, and count the earlier answers of retracted requests.
+    """
     if live_parts() is None:
         return
     orchestrator = info.penalizer_orchestrator
+    orchestrator.penalizers = additive_first(orchestrator.penalizers)
     budget = BatchedThinkingBudget(orchestrator)
     orchestrator.penalizers[BatchedThinkingBudget] = budget
     orchestrator.is_required |= budget.prepare_if_required()
     if orchestrator.is_required and any(req.output_ids for req in batch.reqs):
         info.penalizer_orchestrator = recount(orchestrator, batch)
+
+
+def additive_first(penalisers: dict[type, Any]) -> dict[type, Any]:
+    """The penalisers of a batch in the order in which a forward with overlapped scheduling applies them.
+
+    SGLang makes them from a set of classes, whose order differs from process to process, and without overlap applies
+    them in that order: a logit with a repetition penalty and a frequency penalty would differ, too.
+    """
+    return dict(sorted(penalisers.items(), key=lambda one: (one[0].__name__ == SCALING, one[0].__name__)))
 
 
 def recount(orchestrator: BatchedPenalizerOrchestrator, batch: ScheduleBatch) -> BatchedPenalizerOrchestrator:
@@ -211,7 +226,7 @@ def recount(orchestrator: BatchedPenalizerOrchestrator, batch: ScheduleBatch) ->
     A penaliser counts one token of every row at once, and answers differ in length. Therefore each request is counted
     by a penaliser of its own, and the penalisers are merged.
     """
-    make, kinds = type(orchestrator), set(orchestrator.penalizers)
+    make, kinds = type(orchestrator), list(orchestrator.penalizers)  # in their order
     merged: BatchedPenalizerOrchestrator | None = None
     rows = Rows([], batch.device)
     for req in batch.reqs:

@@ -30,6 +30,7 @@ from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.moe import FusedExperts
 from sglang_dsv4.layers.nvfp4_experts import Nvfp4PackedExperts
 from sglang_dsv4.model_config.config import Config, ConfigError
+from sglang_dsv4.pipeline.this_stage import is_divided
 from sglang_dsv4.seam.all_groups import true_in_all_groups
 from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPEN = "a weight update is open: end it with /end_weight_update, or drop it with /abandon_weight_update"
+IN_STAGES = "weights can't be exchanged with --pp-size above 1: start a server with the new checkpoint"
 FILES_ONLY = (
     "into which tensors can't be exchanged one by one: write the new checkpoint to a folder and POST "
     "/update_weights_from_disk"
@@ -59,7 +61,7 @@ def begin(original: Handler, manager: SchedulerWeightUpdaterManager, request: An
     if not _is_ours(manager):
         return original(manager, request)
     runners = runners_of(manager, request.selector)
-    reason = _released(manager) or _reason_against(runners)
+    reason = _released(manager) or _reason_against(runners) or (IN_STAGES if is_divided() else None)
     if not runners:
         reason = f"there is no model to update: the server has no {request.selector}"
     if reason is not None:
@@ -378,6 +380,8 @@ def _busy(manager: SchedulerWeightUpdaterManager) -> str | None:
     """The reason why weights can't be exchanged yet; None if they can be. It is the same on every rank."""
     if (released := _released(manager)) is not None:
         return released
+    if is_divided():
+        return IN_STAGES
     if true_in_all_groups(is_idle(manager)):
         return None
     return (

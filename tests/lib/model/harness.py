@@ -190,6 +190,20 @@ class Harness:
         self, parts: Sequence[tuple[Request, Sequence[int]]], mode: Mode = "extend"
     ) -> list[tuple[Tensor, Tensor]]:
         """Run `step`; return also the streams before hc_head [len(tokens), hc_mult * d], which an MTP draft reads."""
+        output, lengths = self.forward(parts, mode), [len(tokens) for _, tokens in parts]
+        logits, streams = output.next_token_logits, output.hidden_states
+        if logits.shape[0] != sum(lengths):
+            raise RuntimeError(f"expected logits of {sum(lengths)} positions, got {tuple(logits.shape)}")
+        return [
+            (row.float().cpu(), stream.cpu())
+            for row, stream in zip(logits.clone().split(lengths), streams.clone().split(lengths), strict=True)
+        ]
+
+    def forward(self, parts: Sequence[tuple[Request, Sequence[int]]], mode: Mode = "extend", sent: Any = None) -> Any:
+        """Run one forward of a batch, see `step`; return SGLang's output.
+
+        `sent`: the output of the stage before, for a model that is a later stage of a pipeline.
+        """
         lengths = [len(tokens) for _, tokens in parts]
         if min(lengths) < 1 or (mode == "decode" and max(lengths) > 1):
             raise ValueError(f"mode {mode!r} cannot take parts of {lengths} tokens")
@@ -197,17 +211,11 @@ class Harness:
             slots = self._allocate(parts, decode=mode == "decode")
             starts = [request.num_tokens for request, _ in parts]
             batch = self._forward_batch(self.runner, parts, starts, slots, mode)
-            output = self.runner.forward(batch).logits_output
-            logits, streams = output.next_token_logits, output.hidden_states
+            output = self.runner.forward(batch, pp_proxy_tensors=sent).logits_output
         for request, tokens in parts:
             request.tokens.extend(int(token) for token in tokens)
             request.num_tokens += len(tokens)
-        if logits.shape[0] != sum(lengths):
-            raise RuntimeError(f"expected logits of {sum(lengths)} positions, got {tuple(logits.shape)}")
-        return [
-            (row.float().cpu(), stream.cpu())
-            for row, stream in zip(logits.clone().split(lengths), streams.clone().split(lengths), strict=True)
-        ]
+        return output
 
     def _forward_batch(
         self,

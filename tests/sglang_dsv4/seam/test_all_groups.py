@@ -30,13 +30,13 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: local.parallel)
 
-    def run(idle: list[bool], do: Callable[[bool], Any], groups: int | None = None) -> list[Any]:
+    def run(idle: list[bool], do: Callable[[bool], Any], groups: int | None = None, stages: int = 1) -> list[Any]:
         values.clear()
         barrier[0] = threading.Barrier(len(idle), timeout=10)
 
         def as_rank(is_idle: bool) -> Any:
             group = SimpleNamespace(cpu_group="all ranks")
-            local.parallel = SimpleNamespace(attn_dp_size=groups or len(idle), tp_group=group)
+            local.parallel = SimpleNamespace(attn_dp_size=groups or len(idle), pp_size=stages, tp_group=group)
             try:
                 return do(is_idle)
             except ValueError as error:
@@ -89,19 +89,19 @@ def test_memory_is_released_on_all_ranks_or_none(idle: list[bool], on_ranks: Cal
         assert all("the server is not idle" in text for text in found)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("groups", "stages"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("timeout", [None, 0.0, 5.0])
-def test_a_flush_that_waits_is_refused_with_groups(
-    groups: int, timeout: float | None, on_ranks: Callable[..., list[Any]]
+def test_a_flush_that_waits_is_refused_with_groups_or_stages(
+    groups: int, stages: int, timeout: float | None, on_ranks: Callable[..., list[Any]]
 ) -> None:
     """SGLang's wrapper waits for each rank's own requests."""
     wrapper = SchedulerFlushWrapper(flush_cache=lambda: True, is_fully_idle=lambda: False, send_output=print)
     request = FlushCacheReqInput(timeout_s=timeout)
     handle = getattr(SchedulerFlushWrapper.handle, "__wrapped__", SchedulerFlushWrapper.handle)
-    (answer,) = on_ranks([True], lambda _: all_groups.flush_at_once(handle, wrapper, request), groups=groups)
+    (answer,) = on_ranks([True], lambda _: all_groups.flush_at_once(handle, wrapper, request), groups, stages)
     if not timeout:
         assert answer.success
-    elif groups == 1:
+    elif groups == stages == 1:
         assert answer is None, "SGLang answers later"
     else:
         assert not answer.success and "leave it out" in answer.message

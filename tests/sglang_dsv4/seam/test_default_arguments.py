@@ -288,6 +288,52 @@ def test_every_refusal_between_servers_is_tested() -> None:
     assert {refusal.argument for refusal in refused_flags.BETWEEN_SERVERS} == BETWEEN_SERVERS.keys()
 
 
+BETWEEN_STAGES = {
+    "speculative_algorithm": "EAGLE",
+    "disaggregation_mode": "prefill",
+    "dp_size": 2,
+    "attn_dp_size": 2,
+    "hicache_storage_backend": "mooncake",
+    "pp_async_batch_depth": 1,
+    "enable_dynamic_chunking": True,
+    "enable_memory_saver": True,
+    "enable_return_hidden_states": True,
+}
+
+
+@pytest.mark.parametrize("field", BETWEEN_STAGES)
+def test_what_stages_do_not_serve_is_refused_there(field: str) -> None:
+    given = {"tp_size": 2, "device": "cuda", "disaggregation_transfer_backend": "mooncake"}
+    refuse_unsupported_arguments(arguments(**given, pp_size=2), CONFIG)
+    given[field] = BETWEEN_STAGES[field]
+    refuse_unsupported_arguments(arguments(**given), CONFIG)
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')}.* with --pp-size 2: "):
+        refuse_unsupported_arguments(arguments(**given, pp_size=2), CONFIG)
+
+
+def test_every_refusal_between_stages_is_tested() -> None:
+    assert {refusal.argument for refusal in refused_flags.WITH_STAGES} == BETWEEN_STAGES.keys()
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "named"),
+    [
+        (5, None, "in 5 stages: --pp-size 5: expected 1 to 4 stages"),
+        (4, None, "in 4 stages: stage 0 of 4, layers 0 to 0, has no layer with compressed entries"),
+        (2, "3,2", "in 2 stages: SGLANG_PP_LAYER_PARTITION=3,2: expected 2 numbers of layers"),
+    ],
+)
+def test_stages_that_cannot_share_the_model_are_refused_in_the_launcher(
+    size: int, layers: str | None, named: str, resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint has four layers, the first of them with a window only."""
+    resolved(pp_size=2)
+    if layers is not None:
+        monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", layers)
+    with pytest.raises(ValueError, match=named):
+        resolved(pp_size=size)
+
+
 def test_a_decode_server_has_no_tiers() -> None:
     tiers = {"enable_hierarchical_cache": True, "disaggregation_transfer_backend": "mooncake"}
     refuse_unsupported_arguments(arguments(**tiers, disaggregation_mode="prefill"), CONFIG)
