@@ -10,7 +10,7 @@ from pathlib import Path
 from lib.experts_inputs import BYTES_A_WEIGHT, CHOSEN, Model
 
 from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM
-from dsv4_kernels.moe.sm100.launch import tokens_of_a_tile
+from dsv4_kernels.moe.sm100.launch import PAIR_TOKENS, tokens_of_a_tile
 from dsv4_kernels.moe.sm100.plan import TILE_ROWS, Plan, Product
 from dsv4_kernels.sparse_attention.sm100.plan import HEADS, TILE_KEYS
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_kv_splits, num_steps
@@ -116,18 +116,25 @@ def experts(model: Model, slots: Sequence[int], tokens: int, gpu: Gpu) -> list[L
         (Product.GATE_UP, model.channels, model.d, 2),
         (Product.DOWN, model.d, model.channels, 1),
     ):
-        found.append(_product(product, sum(groups) * rows // TILE_ROWS, k, width, matrices * weights, gpu))
+        found.append(_product(product, sum(groups), rows, k, width, matrices * weights, gpu))
     found.append(row_launch("sum of experts", (pairs + 2 * tokens) * model.d * 2, 250, loads=3))
     return found
 
 
-def _product(product: Product, tiles: int, k: int, width: int, weights: float, gpu: Gpu) -> Launch:
+def _product(product: Product, groups: int, rows: int, k: int, width: int, weights: float, gpu: Gpu) -> Launch:
     plan = Plan(product, width)
-    static = _static("experts_sm100_static.json")[f"MXFP8_MXFP4, {product.name}, {width} slots"]
+    if width >= PAIR_TOKENS[plan.numbers] and rows % (2 * TILE_ROWS) == 0:
+        plan = Plan(product, width, ctas=2)
+    static = _static("experts_sm100_static.json")[
+        f"MXFP8_MXFP4, {product.name}, {width} slots" + ", pair" * (plan.ctas - 1)
+    ]
+    tiles = groups * rows // TILE_ROWS
     rounds = -(-tiles // gpu.multiprocessors)
     of_k = k / STATIC_CHANNELS[product]
-    num_bytes = plan.matrices * TILE_ROWS * k * BYTES_A_WEIGHT + width * k * 33 / 32
-    loaded = plan.matrices * TILE_ROWS * 64 + width * 128  # bytes of a stage in global memory, for 128 channels
+    num_bytes = plan.matrices * TILE_ROWS * k * BYTES_A_WEIGHT + width * k * (1 / plan.ctas + 1 / 32)
+    loaded = (
+        plan.matrices * TILE_ROWS * 64 + plan.own_tokens * 128
+    )  # bytes of a stage in global memory, for 128 channels
     units = ("tensor", "issue", "alu", "port")
     return Launch(
         product.name.lower().replace("_", " and "),
