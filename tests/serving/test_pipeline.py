@@ -238,7 +238,7 @@ def test_replayed_graphs_of_both_stages(tmp_path: Path) -> None:
     [
         ("evict", "free tokens of the pool: "),
         ("forget", "free tails on the device: "),
-        ("drop", "requests that wait: "),
+        ("drop", "requests in it: "),
         ("skip", "kind of the batch: 0 here"),
     ],
 )
