@@ -8,7 +8,8 @@ product with full K (V4-Flash: hidden 4096, intermediate 2048) in the emulator a
 of the time of a work tile on one multiprocessor, not a prediction. `--write` puts everything into
 benchmarks/results/experts_sm100_static.json, which a test compares.
 
-Columns, in clock cycles of one multiprocessor for one work tile of 128 output rows and all its slots:
+Columns, in clock cycles of one multiprocessor for one work tile of 128 output rows and all its slots, by a CTA alone
+or as one of a pair:
 
     floor    codes and scales of its weights once, at 1/148 of 8 TB/s: the lower bound of decoding
     tensor   products, as report.py counts them for the padded kind (8 bits a code)
@@ -25,9 +26,10 @@ import json
 import os
 from typing import Any
 
-from lib.experts_sm100_static import PLANS, RESULTS, UNITS, cycles_of, resources_of
+from lib.experts_sm100_static import RESULTS, UNITS, cycles_of, resources_of
 
 from dsv4_kernels.host import compile_cache
+from dsv4_kernels.moe.sm100.launch import PLANS
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
             print(plan, document["resources"][str(plan)])
     print(f"\n{'one work tile':34}" + "".join(f"{unit:>9}" for unit in (*UNITS, "bound")))
     for plan in PLANS:
-        name = f"{plan.numbers.name}, {plan.product.name}, {plan.tokens} slots"
+        name = f"{plan.numbers.name}, {plan.product.name}, {plan.tokens} slots" + ", pair" * (plan.ctas - 1)
         columns = document["cycles"][name] = cycles_of(plan)
         cells = "".join(f"{columns[unit]:9,.0f}" for unit in UNITS)
         print(f"{name:34}{cells}{columns['bound']:9.2f} {columns['bound by']}")

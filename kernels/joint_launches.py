@@ -59,7 +59,7 @@ def _of_experts(model: ModelShapes) -> Iterator[tuple[Part, ...]]:
         yield linear.part(True), first
     for configuration in router.configurations(model):
         choice = router.part(configuration)
-        if model.packed_experts or model.nvfp4_experts:
+        if (model.packed_experts or model.nvfp4_experts) and not model.exchanges_rows:
             from dsv4_kernels.moe import work_list
 
             choice = joint_launch.chain((router.part(configuration, True), work_list.PART))

@@ -93,6 +93,8 @@ class ModelShapes:
     """Most tokens of a forward whose FP8 linear layers use this package's product; 0 if none do."""
     packed_experts: bool = False
     nvfp4_experts: bool = False
+    exchanges_rows: bool = False
+    """Whether ranks exchange tokens between the choice of experts and the experts."""
     experts_sum_fp32: bool = False
     """Whether packed experts return a rank's part of the sum in fp32."""
     shared_channels: int = 0

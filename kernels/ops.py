@@ -267,7 +267,7 @@ _ROWS = (
         "linear",
         STEP,
         PRODUCT,
-        _kernel("sm90", "linear.fp8_weight_gpu:sm90", "compile_jobs"),
+        *_kernels("linear.fp8_weight_gpu:{}", "compile_jobs"),
         devices=GPU,
         option=Option.FP8_WO_A,
     ),
@@ -285,6 +285,9 @@ _ROWS = (
     _op("fused_swiglu", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}", "compile_jobs")),
     _op("swiglu_fp8", "moe", STEP, ELEMENTWISE, *_kernels("moe.gpu:{}_fp8", "fp8_compile_jobs"), devices=GPU),
     _op("experts_forward", "moe", STEP, WAITING, devices=CPU),
+    # On a GPU the kernels of packed experts give these rows, and add them, in launches of their own.
+    _op("expert_rows", "moe", STEP, WAITING, devices=CPU),
+    _op("sum_expert_rows", "moe", STEP, SHAPED, devices=CPU),
     # Priority -1: chosen by name only, because a kernel takes weights that are arranged for it.
     _op(
         "mxfp4_experts_forward",

@@ -92,6 +92,13 @@ SWITCHES = (
         "that memory cannot be mapped; ours: the server stops there); or SGLang's all-reduce",
     ),
     Switch(
+        "SGLANG_DSV4_EXPERT_ROWS",
+        ("gather", "exchange"),
+        "gather",
+        "gather: with attention data parallelism all ranks get all tokens for their experts, and return a part of each "
+        "token's sum; exchange: tokens go to their experts' ranks, whose rows come back, with the bits of one GPU",
+    ),
+    Switch(
         "SGLANG_DSV4_RANK_CHOICE",
         ("prefix", "sglang"),
         "prefix",
@@ -107,7 +114,7 @@ SWITCHES = (
     Switch(
         "SGLANG_DSV4_WO_A",
         ("both", "fp8", "bf16"),
-        "both on Hopper with an FP8 checkpoint, else bf16",
+        "both on Hopper and Blackwell with an FP8 checkpoint, else bf16",
         "the formats in which wo_a is kept: fp8 halves its memory, bf16 takes scales that are no powers of two",
     ),
     Switch(

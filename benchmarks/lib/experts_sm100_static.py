@@ -13,9 +13,6 @@ from dsv4_kernels.moe.work_list import list_work
 from lib.cubin import resources
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "experts_sm100_static.json"
-PLANS = tuple(
-    Plan(product, tokens, numbers) for numbers in Numbers for product in Product for tokens in (16, 32, 64, 96)
-)
 K = {Product.GATE_UP: 4096, Product.DOWN: 2048}
 UNITS = ("floor", "tensor", "issue", "alu", "fma", "sfu", "tmem", "shared", "operands", "port", "l2")
 
@@ -30,11 +27,12 @@ def resources_of(plan: Plan) -> dict[str, int]:
 
 
 def cycles_of(plan: Plan) -> dict[str, float | str]:
-    """Return the table's columns for one work tile with all its slots."""
+    """Return the table's columns for one work tile of one CTA, alone or of a pair, with all its slots."""
     from ptx_emulator import B200, Checks, emulated
 
     k, slots = K[plan.product], plan.tokens
-    rows = plan.matrices * TILE_ROWS
+    channels = plan.ctas * TILE_ROWS
+    rows = plan.matrices * channels
     scale_tiles = k // plan.step * plan.scale_tiles
 
     def buffer(*shape: int) -> torch.Tensor:
@@ -46,16 +44,16 @@ def cycles_of(plan: Plan) -> dict[str, float | str]:
         return launch.Rows(buffer(slots, width), torch.zeros(slots, width // 128))
 
     is_gate_up = plan.product is Product.GATE_UP
-    out = quantised(TILE_ROWS) if is_gate_up else torch.zeros(slots, TILE_ROWS, dtype=torch.bfloat16)
+    out = quantised(channels) if is_gate_up else torch.zeros(slots, channels, dtype=torch.bfloat16)
     weights = buffer(1, rows, k // 2), buffer(1, rows // TILE_ROWS, scale_tiles, 512)
     hardware_multiprocessors.cache_clear()
-    with emulated(checks=Checks(order=False), multiprocessors=1) as device:  # cycles are a mean over the CTAs
+    with emulated(checks=Checks(order=False), multiprocessors=plan.ctas) as device:  # cycles are a mean over the CTAs
         one_expert = torch.ones(slots, 1), torch.zeros(slots, 1, dtype=torch.int32)
         listed = list_work(*one_expert, 1, 0, plan.tokens, "sm_100a")
         launch.multiply(plan, listed, quantised(k), *weights, out, 10.0, torch.ones(1, 2), torch.ones(1))
     hardware_multiprocessors.cache_clear()
     cycles = device.reports[1].cycles
-    weight_bytes = rows * k // 2 + rows // TILE_ROWS * scale_tiles * 512
+    weight_bytes = plan.matrices * (TILE_ROWS * k // 2 + scale_tiles * 512)
     columns = {name: cycles[name] for name in UNITS if name in cycles}
     columns["floor"] = weight_bytes / (B200.hbm_bytes_per_clock / B200.sms)
     columns["port"] = cycles["shared"] + cycles["operands"]

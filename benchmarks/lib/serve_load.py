@@ -15,8 +15,9 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lib.http_client import HttpClient, new_session
 
@@ -52,15 +53,19 @@ class Client(HttpClient):
     """Streams /generate with greedy sampling."""
 
     async def generate(
-        self, input_ids: Sequence[int], new_tokens: int, begun: Callable[[], object] | None = None
+        self,
+        input_ids: Sequence[int],
+        new_tokens: int,
+        begun: Callable[[], object] | None = None,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> Reply:
-        """Send one request and wait for its end; `begun` is called at its first token.
+        """Send one request and wait for its end; `begun` is called at its first token, `fields` are added to the body.
 
         Raises:
             RuntimeError: the server answered with an error; its text.
         """
         sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0.0}
-        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True}
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **fields}
         sent, times, last = time.perf_counter(), [], b""
         async with self.session.post(f"{self.url}/generate", json=body) as response:
             if response.status != 200:
@@ -137,7 +142,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
             raise RuntimeError(f"{requests} requests never decoded at once: ask for more than {new_tokens} tokens each")
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
-        figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **_milliseconds("itl", gaps)}
+        figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **milliseconds("itl", gaps)}
         return figures | _tokens_a_step(replies)
 
     return load
@@ -155,7 +160,7 @@ def prefill(prompts: int, length: int, seed: int) -> Load:
         return {
             "tok_s": prompts * length / seconds,
             SILENCE: longest_silence(replies),
-            **_milliseconds("ttft", [reply.ttft for reply in replies]),
+            **milliseconds("ttft", [reply.ttft for reply in replies]),
         }
 
     return load
@@ -180,8 +185,8 @@ def answers(requests: int, prompt: int, new_tokens: int, seed: int) -> Load:
             "output_tok_s": requests * new_tokens / seconds,
             SILENCE: longest_silence(replies),
             **_tokens_a_step(replies),
-            **_milliseconds("ttft", [reply.ttft for reply in replies]),
-            **_milliseconds("tpot", after_first),
+            **milliseconds("ttft", [reply.ttft for reply in replies]),
+            **milliseconds("tpot", after_first),
         }
 
     return load
@@ -249,8 +254,8 @@ def _served(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
         "hit_rate": cached / prompts,
         "recomputed_tokens": prompts - cached,
         SILENCE: longest_silence(replies),
-        **_milliseconds("ttft", [reply.ttft for reply in replies]),
-        **_milliseconds("itl", [gap for reply in replies for gap in reply.gaps]),
+        **milliseconds("ttft", [reply.ttft for reply in replies]),
+        **milliseconds("itl", [gap for reply in replies for gap in reply.gaps]),
     }
 
 
@@ -260,7 +265,8 @@ def _tokens_a_step(replies: Sequence[Reply]) -> dict[str, float]:
     return {"tokens_a_step": made / steps} if steps else {}
 
 
-def _milliseconds(name: str, seconds: Iterable[float]) -> dict[str, float]:
+def milliseconds(name: str, seconds: Iterable[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile in milliseconds, as `name`_p50 and `name`_p99; nothing of no times."""
     ordered = sorted(seconds)
     if not ordered:
         return {}

@@ -173,6 +173,11 @@ def load_cluster_f32x2(address: Int32) -> tuple:
     return asm("ld.shared::cluster.v2.f32 {{$w0}, {$w1}}, [{$r0}];", [Float32] * 2, address)
 
 
+def load_cluster_i32(address: Int32) -> Int32:
+    """An int32 from the shared memory of any CTA of the cluster."""
+    return asm("ld.shared::cluster.s32 {$w0}, [{$r0}];", [Int32], address)
+
+
 def load_cluster_f32_if(tested: Int32, address: Int32) -> Float32:
     """An fp32 from the shared memory of any CTA of the cluster, or 0 if `tested` is negative."""
     return asm(

@@ -4,6 +4,8 @@ import cutlass
 from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device import dependent_launch, mbarrier
+
 SWIZZLE_ROW_BYTES = 128
 """The span of the 128-byte swizzle: 64 bf16."""
 
@@ -45,3 +47,33 @@ def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
         stride_byte_offset=8 * 16,
         layout=prims.Tcgen05SmemSwizzle.NONE,
     )
+
+
+def set_up(
+    barriers: cutlass.Pointer,
+    groups: list[tuple[int, int, int | Int32]],
+    tmem_address: cutlass.Pointer,
+    columns: int,
+    group: prims.CTAGroup = prims.CTAGroup.CTA_1,
+) -> None:
+    """Initialises mbarriers and allocates tensor memory; called by one warp of each CTA, before a barrier of all warps
+    (of a pair, see `cta_pair`).
+
+    The allocation waits for the kernel before, which by then has freed its tensor memory (`dependent_launch`, rule 5).
+
+    Args:
+        barriers, groups: see `mbarrier.initialise`.
+        tmem_address: the word of shared memory that gets the address.
+        columns: a power of two from 32 to 512.
+        group: the CTA, or the pair.
+    """
+    mbarrier.initialise(barriers, groups)
+    dependent_launch.wait()
+    prims.tcgen05_alloc(tmem_address, columns, group=group)
+    prims.tcgen05_relinquish_alloc_permit(group=group)
+
+
+def free(tmem: prims.TmemAddr, columns: int, group: prims.CTAGroup = prims.CTAGroup.CTA_1) -> None:
+    """Frees the tensor memory of `set_up`; called by the same warp, after a barrier of all warps that access it."""
+    prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
+    prims.tcgen05_dealloc(tmem.as_ptr(Float32), columns, group=group)

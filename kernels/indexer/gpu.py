@@ -4,8 +4,9 @@ time as fit.
 The launches depend on shapes alone, so a CUDA graph can capture them: CTAs read from memory how many entries their
 token sees.
 
-Hopper has two score kernels, and both give a token the same scores: they weight and add heads alike, and their
-instructions (`mma.sync`, `wgmma`) sum the same sets of 16 channels in the same order, to the same bits.
+Each architecture has a score kernel for prefills beside that of decode steps, and both give a token the same scores:
+they weight and add heads alike, and their instructions (`mma.sync`; `wgmma`, `tcgen05.mma`) sum the same sets of 16
+channels in the same order. On Hopper they were measured to have the same bits.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch import Tensor
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream
 from dsv4_kernels.host.strides import check_rows, stride_bytes
-from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, scores, topk
+from dsv4_kernels.indexer import SCRATCH_BYTES, prefill_scores, prefill_tcgen05, scores, topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.model_shapes import ModelShapes
 
@@ -44,9 +45,9 @@ def tokens_at_a_time(tokens: int, max_entries: int) -> int:
     return max(1, min(tokens, SCRATCH_BYTES // max(1, 4 * max_entries), MOST_CTAS_IN_Y))
 
 
-def score_kernels(arch: str) -> tuple[ModuleType, ...]:
-    """The modules of the score kernels: decode's, and prefill's on architectures that have one."""
-    return (scores, prefill_scores) if arch == ARCHITECTURES["sm90"] else (scores,)
+def score_kernels(arch: str) -> tuple[ModuleType, ModuleType]:
+    """The modules of the score kernels: decode's, and prefill's."""
+    return scores, prefill_scores if arch == ARCHITECTURES["sm90"] else prefill_tcgen05
 
 
 def _run(
@@ -70,14 +71,14 @@ def _run(
         return rows.fill_(-1)
     arch, stream = architecture(name, device), current_stream(device)
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
-    score_kernel, *of_prefill = score_kernels(arch)
+    score_kernel, of_prefill = score_kernels(arch)
     few_tokens = tokens <= FEW_TOKENS and not prefill
     pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
     runs = -(-num_pages // pages_a_cta)
     if few_tokens:
         runs = min(num_pages, max(RUNS_OF_FEW, CTAS_OF_FEW // tokens))
-    elif of_prefill and prefill:
-        (score_kernel,), pages_a_cta = of_prefill, prefill_scores.pages_a_cta(at_a_time, num_pages)
+    elif prefill:
+        score_kernel, pages_a_cta = of_prefill, of_prefill.pages_a_cta(at_a_time, num_pages)
         runs = -(-num_pages // pages_a_cta)
     options = (True,) if few_tokens else ()
     buffer = None

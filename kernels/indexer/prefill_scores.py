@@ -88,7 +88,7 @@ def kernel(args: Arguments, heads: cutlass.Constexpr[int], num_tokens: Int32) ->
             requests[i] = request
         most = ptx.imax(most, count)
     if first_page * PAGE_ROWS < most:
-        store_queries(args, heads, first_token, num_tokens, thread, queries.iterator.toint())
+        store_queries(args, heads, heads, TOKENS, first_token, num_tokens, thread, queries.iterator.toint())
         if thread < TOKENS * heads:
             token = first_token + thread // heads
             if token < num_tokens:
@@ -121,22 +121,34 @@ def kernel(args: Arguments, heads: cutlass.Constexpr[int], num_tokens: Int32) ->
 
 @cute.jit
 def store_queries(
-    args: Arguments, heads: cutlass.Constexpr[int], first_token: Int32, num_tokens: Int32, thread: Int32, queries: Int32
+    args: Arguments,
+    heads: cutlass.Constexpr[int],
+    rows: cutlass.Constexpr[int],
+    tokens: cutlass.Constexpr[int],
+    first_token: Int32,
+    num_tokens: Int32,
+    thread: Int32,
+    queries: Int32,
 ) -> None:
-    """Stores the CTA's queries to shared memory: for each token two tiles [heads][64 channels], swizzled by 128 bytes.
+    """Stores the CTA's queries to shared memory: for each token two tiles [rows][64 channels], swizzled by 128 bytes.
+    Rows after the heads are zeros.
 
-    A thread has one head's channels of one instruction: four channels for each lane of a quad.
+    A thread has one head's channels of one instruction: four channels for each lane of a quad. 512 threads call it.
     """
     head, step = thread // STEPS, thread % STEPS
-    row = queries + step // (STEPS // 2) * (heads * ROW_BYTES) + head * ROW_BYTES
+    row = queries + step // (STEPS // 2) * (rows * ROW_BYTES) + head * ROW_BYTES
     unit = step % (STEPS // 2) * 2
-    for i in cutlass.range_constexpr(TOKENS):
+    for i in cutlass.range_constexpr(tokens):
         if (head < heads) & (first_token + i < num_tokens):
             address = args.q + Int64(first_token + i) * args.q_token_bytes + head * (2 * KEY_DIM) + step * 8
             pairs = [bf16_rows.load_8_bytes(address + lane * (2 * KEY_DIM // 4)) for lane in range(4)]
             for j in cutlass.range_constexpr(2):
                 swizzled = ((unit + j) ^ (head % SWIZZLE_ROWS)) * 16
-                ptx.store_shared(row + i * (heads * 2 * KEY_DIM) + swizzled, tuple(pair[j] for pair in pairs))
+                ptx.store_shared(row + i * (rows * 2 * KEY_DIM) + swizzled, tuple(pair[j] for pair in pairs))
+        if cutlass.const_expr(rows > heads):
+            if (head >= heads) & (head < rows):
+                for j in cutlass.range_constexpr(2):
+                    ptx.store_shared(row + i * (rows * 2 * KEY_DIM) + (unit + j) * 16, (Uint32(0),) * 4)
 
 
 @cute.jit

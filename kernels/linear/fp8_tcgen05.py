@@ -29,7 +29,7 @@ import cutlass.experimental.cuda as experimental_cuda
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
+from dsv4_kernels.device import bf16_rows, dependent_launch, ptx, tcgen05
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import typed
@@ -206,18 +206,14 @@ def kernel(
     tmem_address = typed(smem + plan.tmem_address_offset, Int32)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == Warp.MMA:
-        if prims.elect_sync():
-            for stage in cutlass.range_constexpr(plan.stages):
-                prims.mbarrier_init(barriers + (Barrier.CODES + stage), 1)
-                prims.mbarrier_init(barriers + (Barrier.SCALES + stage), WARPS_OF_GROUP)
-                prims.mbarrier_init(barriers + (Barrier.EMPTY + stage), 1)
-            for buffer in cutlass.range_constexpr(ACCUMULATORS):
-                prims.mbarrier_init(barriers + (Barrier.DONE + buffer), 1)
-                prims.mbarrier_init(barriers + (Barrier.FREE + buffer), WARPS_OF_GROUP)
-            prims.fence_mbarrier_init()
-        dependent_launch.wait()  # afterwards the previous kernel has freed its tensor memory
-        prims.tcgen05_alloc(tmem_address, plan.tmem_columns, group="cta_1")
-        prims.tcgen05_relinquish_alloc_permit(group="cta_1")
+        groups = [
+            (Barrier.CODES, plan.stages, 1),
+            (Barrier.SCALES, plan.stages, WARPS_OF_GROUP),
+            (Barrier.EMPTY, plan.stages, 1),
+            (Barrier.DONE, ACCUMULATORS, 1),
+            (Barrier.FREE, ACCUMULATORS, WARPS_OF_GROUP),
+        ]
+        tcgen05.set_up(barriers, groups, tmem_address, plan.tmem_columns)
     prims.barrier_cta_sync_aligned(0)  # barriers and tensor memory are set up
     dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
@@ -237,8 +233,7 @@ def kernel(
 
     prims.barrier_cta_sync_aligned(0)  # the epilogue has completed its last loads of tensor memory
     if warp == Warp.MMA:
-        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-        prims.tcgen05_dealloc(tmem.as_ptr(Float32), plan.tmem_columns, group="cta_1")
+        tcgen05.free(tmem, plan.tmem_columns)
 
 
 @cute.jit

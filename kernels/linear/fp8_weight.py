@@ -1,4 +1,4 @@
-"""Products of few tokens with an FP8 weight on Hopper (sm_90a): the first half of the grouped output projection.
+"""Products of few tokens with an FP8 weight (sm_90a, sm_100a): the first half of the grouped output projection.
 
 The weight is read as the checkpoint stores it, e4m3 with a power of two for each block of 128 x 128, and becomes bf16
 in registers without rounding, so the operands are those of the bf16 product. Instructions, the 16 channels of each and

@@ -1,4 +1,5 @@
-"""Products of few tokens with an FP8 weight on Hopper: choice of tile, and launch. The kernel is in `fp8_weight`."""
+"""Products of few tokens with an FP8 weight on Hopper and Blackwell: choice of tile, and launch. The kernel is in
+`fp8_weight`; on both architectures it has the bits of `linear.kernel`, whose instructions it uses."""
 
 from __future__ import annotations
 
@@ -64,6 +65,7 @@ def compile(configuration: Configuration, arch: str) -> Callable[..., None]:
 
 
 def run(
+    kernel: str,
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -75,6 +77,7 @@ def run(
     """Launches the product; writes `out` and `out_scales`.
 
     Args:
+        kernel: "sm90" or "sm100".
         x: [T, G, K] bf16.
         weight: [G, N, K] float8_e4m3fn.
         scale: [G, N / 128, K / 128] fp32.
@@ -119,7 +122,7 @@ def run(
         steps=steps,
     )
     configuration = Configuration(tile, rotation is not None, out_scales is not None)
-    launcher = compile(configuration, architecture("sm90", x.device))
+    launcher = compile(configuration, architecture(kernel, x.device))
     launcher(arguments, Int32(row_tiles * token_tiles), Int32(groups), current_stream(x.device))
 
 
@@ -155,7 +158,19 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, rotation: HeadRotation | No
         raise ValueError(f"{_OP}: the GPU kernel takes contiguous positions and frequencies")
 
 
-def sm90(
+def sm90(*arguments: object, **named: object) -> Tensor | tuple[Tensor, Tensor]:
+    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Hopper: x bf16, N a multiple of 128, K of 512, heads of 512
+    channels."""
+    return _product("sm90", *arguments, **named)
+
+
+def sm100(*arguments: object, **named: object) -> Tensor | tuple[Tensor, Tensor]:
+    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Blackwell (B200, GB200, B300); see `sm90`."""
+    return _product("sm100", *arguments, **named)
+
+
+def _product(
+    kernel: str,
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -163,15 +178,13 @@ def sm90(
     quantises: bool,
     tile: Tile | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dsv4_kernels.linear.grouped_linear_fp8_weight` on Hopper: x bf16, N a multiple of 128, K of 512, heads of 512
-    channels."""
     tokens, (groups, rows, _) = x.shape[0], weight.shape
     if quantises:
         codes, scales, _ = new_codes(tokens, groups * rows, True, x.device)
-        run(x, weight, scale, rotation, codes.view(tokens, groups, rows), scales, tile)
+        run(kernel, x, weight, scale, rotation, codes.view(tokens, groups, rows), scales, tile)
         return codes, scales
     out = torch.empty(tokens, groups, rows, dtype=torch.bfloat16, device=x.device)
-    run(x, weight, scale, rotation, out, tile=tile)
+    run(kernel, x, weight, scale, rotation, out, tile=tile)
     return out
 
 

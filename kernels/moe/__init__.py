@@ -105,20 +105,60 @@ def experts_forward(
     Raises:
         ValueError: shapes that do not fit each other, or swiglu_limit is not positive.
     """
-    fits = w13.dim() == w2.dim() == 3 and w13.shape == (w2.shape[0], 2 * w2.shape[2], w2.shape[1])
-    if not fits or x.shape[1:] != w13.shape[2:]:
-        raise ValueError(
-            f"experts_forward needs x [T, d], w13 [E, 2I, d] and w2 [E, d, I]; got {tuple(x.shape)}, "
-            f"{tuple(w13.shape)}, {tuple(w2.shape)}"
-        )
-    if weights.shape != experts.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"experts_forward: x {tuple(x.shape)} needs weights and experts [{x.shape[0]}, k]; got "
-            f"{tuple(weights.shape)} and {tuple(experts.shape)}"
-        )
+    _check_plain("experts_forward", x, weights, experts, w13, w2)
     _check_limit("experts_forward", swiglu_limit)
     function = select("experts_forward", x.device, x.dtype, impl)
     return function(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset)
+
+
+def expert_rows(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    swiglu_limit: float,
+    act_qdq_block: int | None = None,
+    expert_offset: int = 0,
+    impl: str | None = None,
+) -> Tensor:
+    """The rows that `experts_forward` adds: [T, k, d] in x's dtype, zeros for experts of other ranks.
+
+    `sum_expert_rows` of the rows of all ranks has the bits of `experts_forward` on one rank.
+
+    Args and errors: as for `experts_forward`.
+    """
+    _check_plain("expert_rows", x, weights, experts, w13, w2)
+    _check_limit("expert_rows", swiglu_limit)
+    function = select("expert_rows", x.device, x.dtype, impl)
+    return function(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset)
+
+
+def sum_expert_rows(rows: Tensor, row_of_pair: Tensor, experts: Tensor, impl: str | None = None) -> Tensor:
+    """Each token's sum of its experts' rows in fp32, by rising expert id.
+
+    ::
+
+        y[t] = Σ_i rows[row_of_pair[t, i]].float()      # i by rising experts[t, i]; equal ids in the order of i
+
+    Args:
+        rows: [R, d] fp32 or bf16.
+        row_of_pair: [T, k] integer, in [0, R).
+        experts: [T, k] integer, ids among all experts.
+        impl: implementation by name; None lets the registry choose.
+
+    Returns:
+        [T, d] fp32.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    if rows.dim() != 2 or row_of_pair.dim() != 2 or row_of_pair.shape != experts.shape:
+        raise ValueError(
+            f"sum_expert_rows needs rows [R, d], row_of_pair [T, k] and experts [T, k]; got {tuple(rows.shape)}, "
+            f"{tuple(row_of_pair.shape)}, {tuple(experts.shape)}"
+        )
+    return select("sum_expert_rows", rows.device, rows.dtype, impl)(rows, row_of_pair, experts)
 
 
 def mxfp4_experts_forward(
@@ -198,9 +238,23 @@ def nvfp4_experts_forward(
     return function(x, weights, experts, packed, swiglu_limit, expert_offset)
 
 
+def _check_plain(name: str, x: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> None:
+    fits = w13.dim() == w2.dim() == 3 and w13.shape == (w2.shape[0], 2 * w2.shape[2], w2.shape[1])
+    if not fits or x.shape[1:] != w13.shape[2:]:
+        raise ValueError(
+            f"{name} needs x [T, d], w13 [E, 2I, d] and w2 [E, d, I]; got {tuple(x.shape)}, "
+            f"{tuple(w13.shape)}, {tuple(w2.shape)}"
+        )
+    _check_chosen(name, x, weights, experts)
+
+
 def _check_packed(name: str, x: Tensor, weights: Tensor, experts: Tensor, packed: Mxfp4Experts | Nvfp4Experts) -> None:
     if x.dim() != 2 or x.shape[1] != packed.hidden_size:
         raise ValueError(f"{name}: x is {tuple(x.shape)}; expected [T, {packed.hidden_size}]")
+    _check_chosen(name, x, weights, experts)
+
+
+def _check_chosen(name: str, x: Tensor, weights: Tensor, experts: Tensor) -> None:
     if weights.shape != experts.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
         raise ValueError(
             f"{name}: x {tuple(x.shape)} needs weights and experts [{x.shape[0]}, k]; got "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,48 @@ def experts_forward(
 ) -> Tensor:
     """See `dsv4_kernels.moe.experts_forward`."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for tokens, _, rows in _outputs(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset):
+        out.index_add_(0, tokens, rows.float())
+    return out
+
+
+def expert_rows(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    swiglu_limit: float,
+    act_qdq_block: int | None,
+    expert_offset: int,
+) -> Tensor:
+    """See `dsv4_kernels.moe.expert_rows`."""
+    out = x.new_zeros(*experts.shape, x.shape[1])
+    for tokens, choice, rows in _outputs(x, weights, experts, w13, w2, swiglu_limit, act_qdq_block, expert_offset):
+        out[tokens, choice] = rows
+    return out
+
+
+def sum_expert_rows(rows: Tensor, row_of_pair: Tensor, experts: Tensor) -> Tensor:
+    """See `dsv4_kernels.moe.sum_expert_rows`."""
+    in_order = row_of_pair.gather(1, experts.argsort(dim=1, stable=True)).long()
+    out = torch.zeros(len(experts), rows.shape[1], dtype=torch.float32, device=rows.device)
+    for of_tokens in in_order.unbind(1):
+        out += rows[of_tokens].float()
+    return out
+
+
+def _outputs(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    swiglu_limit: float,
+    act_qdq_block: int | None,
+    expert_offset: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(tokens [n], their choices [n], weighted outputs [n, d] in x's dtype) of each expert of this rank."""
     local = experts.long() - expert_offset
     for (
         expert
@@ -51,8 +95,7 @@ def experts_forward(
         tokens, choice = (local == expert).nonzero(as_tuple=True)
         gate, up = linear(x[tokens], w13[expert], act_qdq_block).chunk(2, -1)
         h = weights[tokens, choice].unsqueeze(1) * swiglu(gate, up, swiglu_limit)
-        out.index_add_(0, tokens, linear(h.to(x.dtype), w2[expert], act_qdq_block).float())
-    return out
+        yield tokens, choice, linear(h.to(x.dtype), w2[expert], act_qdq_block)
 
 
 def mxfp4_experts_forward(

@@ -15,7 +15,7 @@ from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
 from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, add
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
-from dsv4_kernels.moe.work_list import Listed
+from dsv4_kernels.moe.workspace import EARLY_TOKENS
 
 THREADS = 128
 
@@ -124,7 +124,7 @@ def compile(config: Sum, arch: str) -> Callable[..., None]:
 def sum_rows(
     slot_rows: Tensor,
     experts: Tensor,
-    listed: Listed,
+    slot_of_pair: Tensor,
     dtype: torch.dtype,
     shared: Tensor | None,
     arch: str,
@@ -135,7 +135,7 @@ def sum_rows(
     Args:
         slot_rows: bf16 [slots, d], contiguous.
         experts: [T, k] int32, contiguous, among the experts of all ranks.
-        listed: the slots.
+        slot_of_pair: [T, k] int32, contiguous: rows of `slot_rows`; negative: the row is missing and adds nothing.
         dtype: fp32 or bf16; to a bf16 result the shared expert's output is added after rounding.
         shared: rows of any stride; None for none.
         arch: to compile for.
@@ -153,7 +153,7 @@ def sum_rows(
     arguments = Arguments(
         rows=slot_rows.data_ptr(),
         experts=experts.data_ptr(),
-        slot_of_pair=listed.slot_of_pair.data_ptr(),
+        slot_of_pair=slot_of_pair.data_ptr(),
         shared=0 if shared is None else shared.data_ptr(),
         shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
         chunks=chunks,
@@ -163,3 +163,20 @@ def sum_rows(
     launcher = compile(Sum(chosen, dtype == torch.float32, shared is not None, reads_ahead), arch)
     launcher(arguments, Int32(-(-tokens * chunks // THREADS)), current_stream(out.device))
     return out
+
+
+def sum_pairs(rows: Tensor, experts: Tensor, row_of_pair: Tensor, shared: Tensor, arch: str) -> Tensor:
+    """`sum_rows` of rows that several ranks have computed: [T, d] bf16, the bits of the sum on one rank.
+
+    Args:
+        rows: bf16 [R, d], contiguous.
+        experts: [T, k] integer, among the experts of all ranks.
+        row_of_pair: [T, k] int32, contiguous, in [0, R).
+        shared: [T, d] bf16, rows of any stride.
+        arch: to compile for.
+
+    Raises:
+        ValueError: rows of `shared` cannot be read 16 bytes at a time.
+    """
+    with dependent_launch.switched(dependent_launch.is_on() and len(experts) <= EARLY_TOKENS):
+        return sum_rows(rows, experts.int().contiguous(), row_of_pair, torch.bfloat16, shared, arch)

@@ -1,8 +1,12 @@
-"""The assignment of slots to pairs of token and expert, and the list of work tiles: one CTA, without the host.
+"""The assignment of slots to pairs of token and expert, and the list of work tiles, without the host.
 
 Slots of an expert begin at a multiple of eight, a group; the last group is padded with empty slots. The slot of a pair
 among its expert's slots depends on timing (a counter in shared memory). The result does not: a slot's numbers do not
 depend on its index, and `sums.kernel` finds a token's slots by pair. One kernel serves Hopper and Blackwell.
+
+Few pairs are one CTA's. The writes of many go to scattered sectors, of which a multiprocessor writes about one a clock:
+49,152 pairs of a prefill chunk took one CTA 116 us. A cluster shares them out. Each CTA counts its own pairs, reads the
+counts of the others, and gives its pairs the slots after those of the CTAs before it.
 """
 
 from collections.abc import Callable
@@ -13,7 +17,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch, ptx
@@ -28,8 +32,12 @@ from dsv4_kernels.moe.workspace import GROUP, TILE_WORDS, TileField, most_groups
 THREADS = CHAIN_THREADS
 MAX_EXPERTS = THREADS
 """Experts of a rank at most: one a thread."""
-AT_ONCE = 8
-"""Pairs that a thread loads at a time."""
+CLUSTER = 8
+"""CTAs that share many pairs out."""
+AT_ONCE = {1: 8, CLUSTER: 2}
+"""CTAs -> pairs that a thread loads at a time."""
+MOST_OF_ONE_CTA = THREADS * AT_ONCE[1]
+"""Most pairs of a single CTA."""
 EMPTY = -1
 """Source of a slot that pads a group, and slot of a pair whose expert is on another rank."""
 SUMS = 3
@@ -59,68 +67,99 @@ class Arguments(NamedTuple):
 
 
 @cute.jit
-def launch(args: Arguments, stream: cuda.CUstream) -> None:
-    """Launches one CTA."""
-    kernel(args).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=dependent_launch.is_on())
+def launch(args: Arguments, ctas: cutlass.Constexpr[int], stream: cuda.CUstream) -> None:
+    """Launches one CTA, or one cluster."""
+    kernel(args, ctas).launch(
+        grid=[ctas, 1, 1],
+        cluster=[ctas, 1, 1],
+        block=[THREADS, 1, 1],
+        stream=stream,
+        use_pdl=dependent_launch.is_on(),
+    )
 
 
 @cute.kernel
-def kernel(args: Arguments) -> None:
+def kernel(args: Arguments, ctas: cutlass.Constexpr[int]) -> None:
     """The kernel of a launch of its own."""
-    body(args, None, (), cta_of_launch())
+    body(args, ctas, (), cta_of_launch())
 
 
 @cute.jit
-def body(args: Arguments, configuration: cutlass.Constexpr[None], prepared: tuple, cta: cutlass.Constexpr[Cta]) -> None:
-    """Counts pairs, sums groups and work tiles over experts, and assigns slots."""
+def body(args: Arguments, ctas: cutlass.Constexpr[int], prepared: tuple, cta: cutlass.Constexpr[Cta]) -> None:
+    """Counts pairs, sums groups and work tiles over experts, and assigns slots.
+
+    Args:
+        args: of the launch.
+        ctas: of the cluster that shares the pairs out; 1 for a CTA with all of them.
+        prepared: nothing.
+        cta: this CTA.
+    """
     thread, _, _ = cute.arch.thread_idx()
     memory = cutlass.utils.SmemAllocator()
-    # For each expert: its number of pairs, then its next free slot.
+    # For each expert: this CTA's number of its pairs, then the next free slot of this CTA's pairs.
     counts = Int32(memory.allocate_array(Int32, num_elems=MAX_EXPERTS, byte_alignment=16).toint())
+    next_slots = counts
+    if const_expr(ctas > 1):  # the other CTAs read the counts
+        next_slots = Int32(memory.allocate_array(Int32, num_elems=MAX_EXPERTS, byte_alignment=16).toint())
     warp_sums = Int32(memory.allocate_array(Int32, num_elems=SUMS * WARP, byte_alignment=16).toint())
     ours = counts + thread * 4
     ptx.store_shared_u32(ours, Int32(0))
     sync_threads(cta.threads)
     dependent_launch.begin()
-    for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
-        pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
+    rank = cta.number if const_expr(ctas > 1) else Int32(0)
+    at_once = AT_ONCE[ctas]
+    for first in cutlass.range(rank * (THREADS * at_once), args.num_pairs, ctas * THREADS * at_once, unroll=1):
+        pairs = [first + thread + i * THREADS for i in range(at_once)]
         experts = [local_expert(args, pair) for pair in pairs]
-        for i in cutlass.range_constexpr(AT_ONCE):
+        for i in cutlass.range_constexpr(at_once):
             if experts[i] >= 0:
                 count_one(counts + experts[i] * 4)
-    sync_threads(cta.threads)
-    count = load_shared_i32(ours)
+    count, count_before = Int32(0), Int32(0)  # of the cluster's pairs, and of the pairs of CTAs before this one
+    if const_expr(ctas > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        for other in cutlass.range_constexpr(ctas):
+            of_other = ptx.load_cluster_i32(ptx.remote(ours, Int32(other)))
+            count += of_other
+            count_before += cutlass.select_(other < rank, of_other, Int32(0))
+        cute.arch.cluster_arrive_relaxed()
+    else:
+        sync_threads(cta.threads)
+        count = load_shared_i32(ours)
     groups = (count + (GROUP - 1)) // GROUP
     own = tuple((groups + (width - 1)) // width for width in (args.tile_groups, args.paired_groups))
     before, of_all = sums_before(warp_sums, thread, (groups, *own), cta.threads)
     groups_before, tiles, tiles_before, all_groups, all_tiles = before[0], own[0], before[1], of_all[0], of_all[1]
     if of_all[2] >= args.least_tiles:
         tiles, tiles_before, all_tiles = own[1], before[2], of_all[2]
-    if thread == 0:
+    if (thread == 0) & (rank == 0):
         ptx.store_i32(args.totals, all_tiles)
         ptx.store_i32(args.totals + 4, all_groups)
-    ptx.store_shared_u32(ours, groups_before * GROUP)  # an expert's own thread has read its count
+    # An expert's own thread has read its count.
+    ptx.store_shared_u32(next_slots + thread * 4, groups_before * GROUP + count_before)
     sync_threads(cta.threads)
-    if groups > 0:
+    if (groups > 0) & (thread % ctas == rank):
         list_tiles(args, thread, groups_before, groups, tiles_before, tiles)
         for filler in cutlass.range(groups_before * GROUP + count, (groups_before + groups) * GROUP, unroll=1):
             ptx.store_i32(args.source + Int64(filler) * 4, Int32(EMPTY))
             ptx.store_i32(args.routing + Int64(filler) * 4, Int32(0))
-    for first in cutlass.range(0, args.num_pairs, THREADS * AT_ONCE, unroll=1):
-        pairs = [first + thread + i * THREADS for i in range(AT_ONCE)]
+    for first in cutlass.range(rank * (THREADS * at_once), args.num_pairs, ctas * THREADS * at_once, unroll=1):
+        pairs = [first + thread + i * THREADS for i in range(at_once)]
         experts = [local_expert(args, pair) for pair in pairs]
         weights = [
             ptx.load_or_zeros(Int32, 1, args.weights + Int64(pair) * 4, args.num_pairs - pair, "gt.s32", cache="")
             for pair in pairs
         ]
-        for i in cutlass.range_constexpr(AT_ONCE):
+        for i in cutlass.range_constexpr(at_once):
             if pairs[i] < args.num_pairs:
                 slot = Int32(EMPTY)
                 if experts[i] >= 0:
-                    slot = count_one(counts + experts[i] * 4)
+                    slot = count_one(next_slots + experts[i] * 4)
                     ptx.store_i32(args.source + Int64(slot) * 4, pairs[i] // args.chosen)
                     ptx.store_i32(args.routing + Int64(slot) * 4, weights[i])
                 ptx.store_i32(args.slot_of_pair + Int64(pairs[i]) * 4, slot)
+    if const_expr(ctas > 1):
+        cute.arch.cluster_wait()  # the other CTAs have read this CTA's counts
 
 
 def local_expert(args: Arguments, pair: Int32) -> Int32:
@@ -204,13 +243,18 @@ class Listed(NamedTuple):
         return len(self.group_tile)
 
 
-PART = Part("experts_work_list", None, Arguments, body, threads=THREADS)
+PART = Part("experts_work_list", 1, Arguments, body, threads=THREADS)
 """The kernel in a chain."""
 
 
-def compile(arch: str) -> Callable[..., None]:
-    """The launcher: (arguments, stream)."""
-    return load_launcher("experts_work_list", "the only one", arch, launch, Arguments)
+def compile(arch: str, ctas: int) -> Callable[..., None]:
+    """The launcher of one CTA, or of CLUSTER: (arguments, stream)."""
+    return load_launcher("experts_work_list", ctas, arch, launch, Arguments, ctas)
+
+
+def compile_jobs(arch: str) -> list[Callable[[], object]]:
+    """The compile jobs of both."""
+    return [partial(compile, arch, ctas) for ctas in (1, CLUSTER)]
 
 
 def list_work(
@@ -269,6 +313,9 @@ def list_work(
         totals=listed.totals.data_ptr(),
     )
     stream = current_stream(device)
-    launched = (weights, experts)
-    joint_launch.run(PART, arch, arguments, 1, stream, launched, alone=lambda: compile(arch)(arguments, stream))
+    if pairs > MOST_OF_ONE_CTA:
+        compile(arch, CLUSTER)(arguments, stream)
+    else:
+        launched = (weights, experts)
+        joint_launch.run(PART, arch, arguments, 1, stream, launched, alone=lambda: compile(arch, 1)(arguments, stream))
     return listed

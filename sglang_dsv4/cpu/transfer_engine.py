@@ -16,20 +16,25 @@ from __future__ import annotations
 import bisect
 import ctypes
 import importlib.util
+import itertools
 import logging
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<QQ")
 DONE, REFUSED = b"\0", b"\1"
 TIMEOUT_S = 30.0
+AT_ONCE = 64
+"""Blocks that one system call sends or receives, some 14 KB each. A prompt has thousands of them,
+and a call for each takes longer than the copy."""
 
 
 def prepare(*args: object, **kwargs: object) -> None:
@@ -64,6 +69,7 @@ class TransferEngine:
 
     def __init__(self) -> None:
         self._regions: dict[int, int] = {}  # address -> length
+        self._addresses: list[int] = []  # of the regions, ascending
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._server: socket.socket | None = None
@@ -90,12 +96,14 @@ class TransferEngine:
         """Let other servers write into several regions."""
         with self._lock:
             self._regions |= dict(zip(addresses, lengths, strict=True))
+            self._addresses = sorted(self._regions)
         return 0
 
     def batch_unregister_memory(self, addresses: Sequence[int]) -> int:
         """Undo `batch_register_memory`; -1 if an address is not registered."""
         with self._lock:
             found = [self._regions.pop(address, None) for address in addresses]
+            self._addresses = sorted(self._regions)
         return -1 if None in found else 0
 
     def transfer_sync_write(self, session: str, source: int, destination: int, length: int) -> int:
@@ -118,9 +126,12 @@ class TransferEngine:
         """The bytes of a block that is sent."""
         return memory(address, length)
 
-    def write(self, address: int, length: int, fill: Callable[[memoryview], None]) -> None:
-        """Let `fill` put the bytes of a block that has arrived into their place."""
-        fill(memory(address, length))
+    def place(self, address: int, length: int) -> memoryview:
+        """Memory into which a block is received."""
+        return memory(address, length)
+
+    def arrived(self, address: int, block: memoryview) -> None:
+        """Put a block that was received into its place, unless `place` has returned the place itself."""
 
     def _accept(self) -> None:
         while True:
@@ -134,22 +145,27 @@ class TransferEngine:
                 while True:
                     blocks, total = HEADER.unpack(_read(connection, HEADER.size))
                     places = list(HEADER.iter_unpack(_read(connection, blocks * HEADER.size)))
-                    if total != sum(length for _, length in places) or not all(map(self._is_registered, places)):
+                    if total != sum(length for _, length in places) or not self._are_registered(places):
                         logger.error("a transfer of %d bytes would write into memory that is not registered", total)
                         connection.sendall(REFUSED)
                         return
-                    for address, length in places:
-                        self.write(address, length, partial(_read_into, connection))
+                    for part in _parts(places):
+                        blocks = [self.place(*place) for place in part]
+                        _receive_all(connection, blocks)
+                        for (address, _), block in zip(part, blocks, strict=True):
+                            self.arrived(address, block)
                     connection.sendall(DONE)
             except (OSError, EOFError):
                 return
 
-    def _is_registered(self, place: tuple[int, int]) -> bool:
-        address, length = place
+    def _are_registered(self, places: Iterable[tuple[int, int]]) -> bool:
         with self._lock:
-            begins = sorted(self._regions)
-            before = bisect.bisect_right(begins, address) - 1
-            return before >= 0 and address + length <= begins[before] + self._regions[begins[before]]
+            begins, regions = self._addresses, self._regions
+            for address, length in places:
+                before = bisect.bisect_right(begins, address) - 1
+                if before < 0 or address + length > begins[before] + regions[begins[before]]:
+                    return False
+        return True
 
 
 class _Peer:
@@ -169,8 +185,8 @@ class _Peer:
                     self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 places = b"".join(HEADER.pack(*place) for place in zip(destinations, lengths, strict=True))
                 self._connection.sendall(HEADER.pack(len(lengths), sum(lengths)) + places)
-                for block in blocks:
-                    self._connection.sendall(block)
+                for part in _parts(blocks):
+                    _send_all(self._connection, part)
                 if _read(self._connection, 1) == DONE:
                     return 0
             except (OSError, EOFError) as error:
@@ -181,15 +197,39 @@ class _Peer:
             return -1
 
 
+def _parts(items: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield the items, `AT_ONCE` at a time."""
+    rest = iter(items)
+    while part := tuple(itertools.islice(rest, AT_ONCE)):
+        yield part
+
+
 def _read(connection: socket.socket, length: int) -> bytes:
     buffer = bytearray(length)
-    _read_into(connection, memoryview(buffer))
+    _receive_all(connection, [memoryview(buffer)])
     return bytes(buffer)
 
 
-def _read_into(connection: socket.socket, buffer: memoryview) -> None:
-    while buffer:
-        received = connection.recv_into(buffer)
+def _receive_all(connection: socket.socket, blocks: Iterable[memoryview]) -> None:
+    rest = deque(block for block in blocks if block)
+    while rest:
+        received = connection.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]  # a page is not worth waking up for
         if not received:
             raise EOFError("the other end has closed the connection")
-        buffer = buffer[received:]
+        _drop(rest, received)
+
+
+def _send_all(connection: socket.socket, blocks: Iterable[memoryview]) -> None:
+    rest = deque(block for block in blocks if block)
+    while rest:
+        _drop(rest, connection.sendmsg(rest))
+
+
+def _drop(blocks: deque[memoryview], count: int) -> None:
+    """Remove the first `count` bytes."""
+    while count:
+        first = blocks.popleft()
+        if count < len(first):
+            blocks.appendleft(first[count:])
+            return
+        count -= len(first)

@@ -1,9 +1,17 @@
-"""A prefill server: pages are complete, and in the form in which they travel, before they are sent."""
+"""A prefill server: pages are complete, and in the form in which they travel, before they are sent; and it forgets the
+rooms of requests that have ended.
+
+A room is the number under which both servers know a request. The decode server names its pages and slot whenever it has
+them, which may be after this server has given up the request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,26 +21,190 @@ from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.conn import CommonKVSender
+    from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+ABORTED = "The prefill server has aborted the request."
+MANY_ROOMS = 1 << 16
+LOCK_TIMEOUT_S = 60.0
+
+
+class Rooms:
+    """Rooms of requests that this server has given up, the newest `MANY_ROOMS`, each with the reason; and the lock
+    under which a room ends, and under which a decode server's message is handled.
+
+    Without the lock the end of a room between two steps of SGLang's thread that hears decode servers ends that thread,
+    or leaves the room open for ever.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no rooms."""
+        self._reasons: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock.
+
+        Raises:
+            RuntimeError: the thread that hears decode servers has ended while it handled a message.
+        """
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
+            raise RuntimeError("the thread that hears decode servers has ended; its error is above")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def locked_after(self, receive: Callable[[], list[bytes] | None]) -> Callable[[], list[bytes] | None]:
+        """`receive`, with the lock held from its return of a message to the next call."""
+        held = False
+
+        def receive_unlocked() -> list[bytes] | None:
+            nonlocal held
+            if held:
+                self._lock.release()
+            message = receive()
+            held = message is not None and self._lock.acquire()
+            return message
+
+        return receive_unlocked
+
+    def end(self, room: int, reason: str) -> None:
+        """Note a room's end; its first reason stays."""
+        self._reasons.setdefault(room, reason)
+        if len(self._reasons) > MANY_ROOMS:
+            del self._reasons[next(iter(self._reasons))]
+
+    def open(self, room: int) -> None:
+        """Forget the end of a room, which a new request has now."""
+        self._reasons.pop(room, None)
+
+    def why_ended(self, room: int) -> str | None:
+        """The reason why a room has ended; None for other rooms."""
+        return self._reasons.get(room)
+
+
+_rooms: WeakKeyDictionary[CommonKVManager, Rooms] = WeakKeyDictionary()
+
+
+def rooms_of(manager: CommonKVManager) -> Rooms:
+    """The rooms of a manager's server."""
+    return _rooms.setdefault(manager, Rooms())
+
+
+def hear_under_lock(
+    original: Callable[..., Callable[[], Any]], manager: CommonKVManager, *args: Any, **kwargs: Any
+) -> Callable[[], Any]:
+    """A function that receives the next message, and lets no room end while it is handled; around
+    `_make_worker_recv`."""
+    receive = original(manager, *args, **kwargs)
+    if live_parts() is None or manager.disaggregation_mode.value != "prefill":
+        return receive
+    return rooms_of(manager).locked_after(receive)
+
+
+def refuse_late_pages(original: Callable[..., bool], manager: MooncakeKVManager, msg: list[bytes]) -> bool:
+    """If a decode server names its pages for a request that has ended here, tell it so.
+
+    Around `_handle_abort_notification`, through which every message of a decode server goes. SGLang opens the room
+    anew: the decode server would wait for a timeout of minutes, and the room would stay here.
+
+    Returns:
+        Whether the message needs no further handling.
+    """
+    if original(manager, msg):
+        return True
+    if live_parts() is None or not msg[0].isdigit():
+        return False
+    reason = rooms_of(manager).why_ended(room := int(msg[0]))
+    if reason is None:
+        return False
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+
+    info = TransferInfo.from_zmq(msg)
+    manager.send_kv_status_message(
+        targets=[] if info.is_dummy else [(info.endpoint, info.dst_port)],
+        bootstrap_room=room,
+        status=KVPoll.Failed,
+        failure_reason=reason,
+    )
+    return True
+
+
+def open_room(
+    original: Callable[..., None], sender: CommonKVSender, mgr: CommonKVManager, *args: Any, **kwargs: Any
+) -> None:
+    """Open the room of a new request, which may be that of an old one; around the constructor."""
+    if live_parts() is None:
+        return original(sender, mgr, *args, **kwargs)
+    rooms = rooms_of(mgr)
+    with rooms.locked():
+        original(sender, mgr, *args, **kwargs)
+        rooms.open(sender.bootstrap_room)
+
+
 def tell_decode(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
     """End a transfer on both servers; around `CommonKVSender.abort`.
 
     SGLang ends it on this server only: a request that this server alone gives up would hold slots and pages of the
-    decode server until a timeout of minutes.
+    decode server until a timeout of minutes. If that server has not named its pages yet, it is told when it does
+    (`refuse_late_pages`).
     """
     from sglang.srt.disaggregation.base import KVPoll
 
+    if live_parts() is None:
+        return original(sender)
     manager, room = sender.kv_mgr, sender.bootstrap_room
-    going_on = manager.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success)
-    original(sender)
-    if live_parts() is not None and going_on:
-        manager.conclude_failure(bootstrap_room=room, failure_reason="The prefill server has aborted the request.")
+    rooms = rooms_of(manager)
+    with rooms.locked():
+        going_on = manager.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success)
+        original(sender)
+        if going_on:
+            rooms.end(room, ABORTED)
+            manager.conclude_failure(bootstrap_room=room, failure_reason=ABORTED)
+
+
+def end_room(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
+    """Forget a sender's room; around `CommonKVSender.clear`. A room that has failed in any way, for example by a
+    timeout, is noted as ended."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    if live_parts() is None:
+        return original(sender)
+    manager, room = sender.kv_mgr, sender.bootstrap_room
+    rooms = rooms_of(manager)
+    with rooms.locked():
+        if manager.request_status.get(room) == KVPoll.Failed:
+            rooms.end(room, manager.failure_records.get(room, "The prefill server has given up the request."))
+        original(sender)
+
+
+def forget_aborted(result: Any, scheduler: Scheduler, req: Req) -> None:
+    """After a request was dropped whose sender has aborted: forget its room, which SGLang keeps."""
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+    sender = req.disagg_kv_sender
+    if live_parts() is None or not isinstance(sender, CommonKVSender) or sender.conclude_state != KVPoll.Failed:
+        return
+    sender.clear()
+    with sender.kv_mgr.failure_lock:
+        sender.kv_mgr.failure_records.pop(sender.bootstrap_room, None)
+
+
+def forget_aborted_chunks(original: Callable[[Scheduler], None], scheduler: Scheduler) -> None:
+    """The same for a request that is dropped between two of its chunks; around `process_pending_chunked_abort`."""
+    req = scheduler.chunked_req
+    original(scheduler)
+    if req is not None and scheduler.chunked_req is not req:
+        forget_aborted(None, scheduler, req)
 
 
 def give_reason(scheduler: Scheduler, req: Req) -> None:

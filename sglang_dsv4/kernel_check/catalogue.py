@@ -42,7 +42,7 @@ KERNELS = (
     Kernel("window rows", ("norm_rope_store/test_norm_rope_store.py",), ("norm_rope_store",)),
     Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",)),
     Kernel("hyper-connections", ("hyper_connection/test_hyper_connection_gpu.py",), ("hc_boundary",)),
-    Kernel("indexer", ("indexer/test_indexer_gpu.py",)),
+    Kernel("indexer", ("indexer/test_indexer_gpu.py",), ("index_topk", "index_topk_prefill")),
     Kernel(
         "products in bf16",
         ("linear/test_linear.py", "linear/test_linear_gpu.py"),
@@ -51,7 +51,7 @@ KERNELS = (
     Kernel(
         "products in FP8",
         ("linear/test_linear_fp8.py", "linear/test_linear_fp8_sm100.py", "linear/test_fp8_weight_gpu.py"),
-        ("linear_fp8",),
+        ("linear_fp8", "wo_a_fp8"),
     ),
     Kernel(
         "experts, MXFP4",

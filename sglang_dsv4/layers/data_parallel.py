@@ -10,6 +10,8 @@ sums. So a row's sum does not depend on the rows of other groups, nor on its pla
 rows (CUDA graphs) as with unequal ones these are all-to-alls: ranks send each other what they need, in one step.
 
 A group without requests has no rows, but holds experts: it takes part in every layer's exchange.
+
+`row_exchange` is the other way, in which a rank's rows are not gathered, and its bits are those of one GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from dsv4_kernels.reference.batch_invariant import sum_in_order
+from sglang_dsv4.layers import row_exchange
+from sglang_dsv4.layers.row_exchange import ExchangedRows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -110,7 +114,11 @@ class RowsOfAllGroups:
         return summed
 
 
-def of_forward(batch: ForwardBatch, tokens: int) -> RowsOfAllGroups | None:
+RowsOfExperts = RowsOfAllGroups | ExchangedRows
+"""The rows of a forward, gathered for the experts or exchanged."""
+
+
+def of_forward(batch: ForwardBatch, tokens: int) -> RowsOfExperts | None:
     """The rows that a forward's experts get; None without attention data parallelism.
 
     Args:
@@ -130,4 +138,6 @@ def of_forward(batch: ForwardBatch, tokens: int) -> RowsOfAllGroups | None:
             f"expected numbers of rows of {parallel.attn_dp_size} groups (--attn-dp-size), {tokens} of them group "
             f"{parallel.attn_dp_rank}'s, for a forward in mode {batch.forward_mode.name}; got {rows}"
         )
+    if row_exchange.is_chosen():
+        return ExchangedRows.of_ranks(rows, parallel.tp_rank)
     return RowsOfAllGroups.of_groups(rows, parallel.tp_rank, parallel.attn_tp_size)

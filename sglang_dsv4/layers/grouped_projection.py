@@ -5,17 +5,18 @@ The release multiplies wo_a in the model's dtype and does not quantise its input
 without rounding, at one of two points:
 
     SGLANG_DSV4_WO_A    bf16: when it is loaded. Only this takes scales that are no powers of two.
-                        fp8: when it is multiplied, on Hopper; it then needs half the memory. For few tokens one launch
-                        reads half the bytes, undoes the rotation, multiplies and quantises
+                        fp8: when it is multiplied; it then needs half the memory. For few tokens one launch reads half
+                        the bytes, undoes the rotation, multiplies and quantises
                         (`dsv4_kernels.linear.grouped_linear_fp8_weight`). For many tokens the weight is expanded into a
-                        buffer that all layers share, and multiplied as a bf16 weight. That is faster than bf16 up to
-                        16 tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
+                        buffer that all layers share, and multiplied as a bf16 weight. On an H200 that is faster than
+                        bf16 up to 16 tokens, and slower beyond (benchmarks/results/grouped_linear_h200.json).
                         both: FP8 for up to 16 tokens, bf16 for more; one and a half times the memory of bf16. The
-                        default where that kernel serves (Hopper, FP8 weights); elsewhere it is bf16. A decode step of
-                        six layers keeps the GPU busy for 0.97 of bf16's time at 1 and 4 tokens
+                        default where that kernel serves (Hopper and Blackwell, FP8 weights); elsewhere it is bf16. On
+                        an H200 a decode step of six layers keeps the GPU busy for 0.97 of bf16's time at 1 and 4 tokens
                         (serve_switches_h200.json).
 
-All of them give the bits of `dsv4_kernels.linear.grouped_linear` on Hopper. On a CPU the variable has no effect.
+All of them give the bits of our kernels of `dsv4_kernels.linear.grouped_linear`; on Blackwell without the deterministic
+flag products of bf16 are cuBLAS's. On a CPU the variable has no effect.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ at 128; expanding, cuBLAS, rotation and quantiser take 244 and 247 us. Lines thr
 with 4 and 2 output groups a rank at 480 and 600, with Pro's 16 at 630."""
 FEW_TOKENS = 16
 """MOST_TOKENS where the weight is kept in bf16 as well."""
+GENERATIONS = (9, 10)
+"""Major compute capabilities with a kernel."""
 MOST_BYTES_OF_GROUPS = 3 << 30
 """With attention data parallelism each group has the attention's weights: a bf16 form of all layers that takes
 more than this on a rank is not kept beside the FP8 form, and the memory goes to KV. Flash's takes 2.7 GiB /
@@ -64,13 +67,13 @@ def reason_against(config: Config, generation: int, dtype: torch.dtype) -> str |
 
     Args:
         config: the model's.
-        generation: major compute capability of the GPU (9: Hopper).
+        generation: major compute capability of the GPU (9: Hopper, 10: Blackwell).
         dtype: of the model.
     """
     rows, channels = config.o_lora_rank, config.num_attention_heads * config.head_dim // config.o_groups
     rotated = config.qk_rope_head_dim
-    if generation != 9:
-        return "its kernel is Hopper's"
+    if generation not in GENERATIONS:
+        return f"its kernels are Hopper's and Blackwell's; the GPU has compute capability {generation}.x"
     if not config.quantised_checkpoint:
         return "the checkpoint's weights are not FP8"
     if dtype != torch.bfloat16:

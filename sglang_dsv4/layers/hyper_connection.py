@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish, hc_post
-from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.peer_sums import Part
@@ -56,7 +56,7 @@ class HyperConnection(nn.Module):
         self.quantises = quantises_once(config)
 
     def forward(
-        self, pending: Pending, norm: RMSNorm, rows: RowShards | RowsOfAllGroups
+        self, pending: Pending, norm: RMSNorm, rows: RowShards | RowsOfExperts
     ) -> tuple[SublayerInput, Pending]:
         """Write the last sublayer's output back and mix the streams into this sublayer's input (sections 2.2, 2.3).
 
@@ -83,7 +83,7 @@ class HyperConnection(nn.Module):
         made = SublayerInput(x, Fp8Input(*codes)) if codes else self.gathered(x, rows)
         return made, Pending(streams, None, post, comb)
 
-    def gathered(self, x: Tensor, rows: RowShards | RowsOfAllGroups) -> SublayerInput:
+    def gathered(self, x: Tensor, rows: RowShards | RowsOfExperts) -> SublayerInput:
         """A sublayer's input, gathered from every rank's own normed rows `x [T, d]`."""
         x = rows.gather(x)
         return SublayerInput(x, Fp8Input.of(x) if self.quantises and len(x) else None)

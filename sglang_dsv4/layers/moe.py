@@ -13,20 +13,21 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from dsv4_kernels.linear import linear_fp32
-from dsv4_kernels.moe import experts_forward, fused_swiglu, swiglu_fp8
+from dsv4_kernels.moe import expert_rows, experts_forward, fused_swiglu, sum_expert_rows, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
-from sglang_dsv4.layers import packed_experts
+from sglang_dsv4.layers import packed_experts, row_exchange
 from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, together
-from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
-from sglang_dsv4.layers.nvfp4_experts import packed_experts_of
+from sglang_dsv4.layers.nvfp4_experts import Nvfp4PackedExperts, packed_experts_of
 from sglang_dsv4.layers.packed_experts import PackedExperts
 from sglang_dsv4.layers.peer_sums import Part
 from sglang_dsv4.layers.rank_sum import dtype_of_parts, output_of_experts
+from sglang_dsv4.layers.row_exchange import ExchangedRows
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config, ConfigError
-from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNERS_WITH_CLAMP
+from sglang_dsv4.seam.moe_runner import NVFP4_RUNNERS_WITH_CLAMP, RUNNER, RUNNERS_WITH_CLAMP
 from sglang_dsv4.weights.updates.host_part import HostPart
 
 if TYPE_CHECKING:
@@ -104,6 +105,34 @@ class ReferenceExperts(LocalExperts):
             expert_offset=self.first_local_expert,
         )
 
+    def rows_of_pairs(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [T * k, d] in x's dtype of the pairs of this rank's experts, and the row of each pair [T, k] int32,
+        negative for others'; arguments as for `forward`."""
+        rows = expert_rows(
+            x,
+            weights,
+            experts,
+            self.w13_weight,
+            self.w2_weight,
+            self.swiglu_limit,
+            act_qdq_block=self.activation_block,
+            expert_offset=self.first_local_expert,
+        )
+        local = experts - self.first_local_expert
+        places = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device).view_as(experts)
+        return rows.flatten(0, 1), places.where((local >= 0) & (local < self.num_local_experts), -1)
+
+    def sum_of_pairs(self, rows: Tensor, row_of_pair: Tensor, experts: Tensor, shared: Tensor) -> Tensor:
+        """The sum over experts, the shared expert included: [T, d] in the dtype of `shared`.
+
+        Args:
+            rows: [R, d], of the experts of all ranks.
+            row_of_pair: [T, k] int32.
+            experts: [T, k], ids among all experts.
+            shared: [T, d] in the model's dtype, the shared expert's output.
+        """
+        return torch.add(sum_expert_rows(rows, row_of_pair, experts), shared).to(shared.dtype)
+
 
 class FusedExperts(FusedMoE):
     """Routed experts in SGLang's fused kernels and quantisation methods, for a GPU.
@@ -140,18 +169,34 @@ class FusedExperts(FusedMoE):
 
 
 class SharedExpert(nn.Module):
-    """The expert of every token: clamped SwiGLU between FP8 products, sharded over the intermediate axis."""
+    """The expert of every token: clamped SwiGLU between FP8 products.
+
+    It is sharded over the intermediate axis, unless experts' rows are exchanged (`row_exchange`): then a rank has the
+    whole of it for its own tokens.
+    """
 
     def __init__(self, config: Config, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         d, channels = config.hidden_size, config.moe_intermediate_size
         self.swiglu_limit = config.swiglu_limit
         self.quantises = quantises_once(config)
+        ranks = "replicated" if row_exchange.is_on() else None
         self.w13 = MergedColumnParallelLinear(
-            d, [channels, channels], bias=False, quant_config=quant_config, prefix=f"{prefix}.w13"
+            d,
+            [channels, channels],
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.w13",
+            parallel_group=ranks,
         )
         self.w2 = RowParallelLinear(
-            channels, d, bias=False, reduce_results=False, quant_config=quant_config, prefix=f"{prefix}.w2"
+            channels,
+            d,
+            bias=False,
+            reduce_results=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.w2",
+            parallel_group=ranks,
         )
 
     def gate_up(self, x: SublayerInput) -> Tensor:
@@ -167,6 +212,27 @@ class SharedExpert(nn.Module):
     def down(self, hidden: Tensor | Fp8Input) -> Tensor:
         """This rank's part of the shared expert's output: [T, d] in the model's dtype."""
         return self.w2(hidden)[0]
+
+
+def check_exchange(experts: nn.Module) -> None:
+    """Refuse routed experts whose rows can't be exchanged with the bits of one GPU.
+
+    Raises:
+        ConfigError: names what to choose.
+    """
+    if isinstance(experts, Nvfp4PackedExperts):
+        raise ConfigError(
+            row_exchange.VARIABLE,
+            "exchange",
+            "'gather' with NVFP4 experts: their inputs are rounded by the largest input scale of a rank's experts",
+        )
+    if not isinstance(experts, ReferenceExperts | PackedExperts):
+        runner = get_moe_runner_backend().value
+        raise ConfigError(
+            row_exchange.VARIABLE,
+            "exchange",
+            f"'gather' with --moe-runner-backend {runner}, which returns sums: only {RUNNER} returns a row a pair",
+        )
 
 
 class MoE(nn.Module):
@@ -204,11 +270,13 @@ class MoE(nn.Module):
             self.experts = packed_experts_of(config, f"{prefix}.experts")
         else:
             self.experts = FusedExperts(config, layer_id, expert_quant_config, f"{prefix}.experts")
+        if row_exchange.is_on():
+            check_exchange(self.experts)
         self.shared_experts = SharedExpert(config, quant_config, f"{prefix}.shared_experts")
         self.tp_size = get_parallel().tp_size
 
     def forward(
-        self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfAllGroups = ALL_ROWS
+        self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfExperts = ALL_ROWS
     ) -> Tensor | Part:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
         next boundary; `input_ids [T]`.
@@ -216,6 +284,8 @@ class MoE(nn.Module):
         `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is
         fp32, see `rank_sum`.
         """
+        if isinstance(rows, ExchangedRows):
+            return self.exchanged(given, input_ids, rows)
         x = given.rows
         if not len(x):
             return x
@@ -236,6 +306,31 @@ class MoE(nn.Module):
             # PyTorch adds two bf16 rows in fp32 and rounds once, if the result is bf16.
             both = torch.add(self.experts(x, weights, experts), shared.to(dtype)).to(dtype)
         return output_of_experts(both, rows, x.dtype) if self.tp_size > 1 else both
+
+    def exchanged(self, given: SublayerInput, input_ids: Tensor, rows: ExchangedRows) -> Tensor:
+        """The sublayer's output [T, d] in the model's dtype for this rank's own tokens, T = 0 included."""
+        x, shared_expert = given.rows, self.shared_experts
+        if not rows.total:
+            return x
+        if not (tokens := len(x)):
+            nothing = x.new_empty(0, self.gate.top_k, dtype=torch.float32)
+            self.rows_of_pairs(x, nothing, nothing.int(), rows)
+            return x
+        logits, gate_up = together(tokens, lambda: self.gate.logits(x), lambda: shared_expert.gate_up(given))
+        (weights, experts), hidden = together(
+            tokens, lambda: self.gate(logits, input_ids), lambda: shared_expert.hidden(gate_up)
+        )
+        (of_pairs, row_of_pair), shared = side_by_side(
+            lambda: self.rows_of_pairs(x, weights, experts, rows), lambda: shared_expert.down(hidden), tokens
+        )
+        return self.experts.sum_of_pairs(of_pairs, row_of_pair, experts, shared)
+
+    def rows_of_pairs(self, x: Tensor, weights: Tensor, experts: Tensor, rows: ExchangedRows) -> tuple[Tensor, Tensor]:
+        """The rows [P, d] of this rank's own pairs, from all ranks' experts, and each pair's row [T, k] int32; computes
+        the other ranks' pairs of this rank's experts meanwhile."""
+        arrived = rows.send(x, weights, experts, self.experts.num_local_experts)
+        of_this_rank = self.experts.rows_of_pairs(arrived.x, arrived.weights, arrived.experts)
+        return arrived.back(*of_this_rank), arrived.row_of_pair
 
     def choose(self, logits: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor, Work | None]:
         """The gate's weights and experts, and the packed experts' work; None for experts of another kind."""

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.moe import get_moe_runner_backend
 from torch import Tensor, nn
 
+from dsv4_kernels.host.arch import architecture
 from dsv4_kernels.moe.weights import LAYOUTS, arrange_in_place
 from sglang_dsv4.layers.after_loading import AfterLoading
 from sglang_dsv4.layers.local_experts import LocalExperts
@@ -151,6 +152,32 @@ class PackedExperts(LocalExperts):
             dtype: of the result, fp32 or bf16.
         """
         return launch_module(self.kernels).sum_products(slot_rows, work, dtype, shared)
+
+    def rows_of_pairs(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [slots, d] bf16 of this rank's experts, and the row of each pair [T, k] int32, negative for others'.
+
+        Args:
+            x: [T, d] bf16.
+            weights: [T, k] fp32.
+            experts: [T, k] int32, numbers among the experts of all ranks.
+        """
+        if not len(x):
+            return x.new_empty(0, x.shape[1]), experts
+        work = self.plan(weights, experts)
+        return self.multiply(x, work, None), work.listed.slot_of_pair
+
+    def sum_of_pairs(self, rows: Tensor, row_of_pair: Tensor, experts: Tensor, shared: Tensor) -> Tensor:
+        """The sum over experts, the shared expert included, with the bits of `sum` on one rank: [T, d] bf16.
+
+        Args:
+            rows: [R, d] bf16, contiguous, of the experts of all ranks.
+            row_of_pair: [T, k] int32.
+            experts: [T, k] int32, numbers among the experts of all ranks.
+            shared: [T, d] bf16, the shared expert's output.
+        """
+        from dsv4_kernels.moe import sums
+
+        return sums.sum_pairs(rows, experts, row_of_pair, shared, architecture(self.kernels, rows.device))
 
 
 class PackedPart:

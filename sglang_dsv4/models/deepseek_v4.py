@@ -17,9 +17,9 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
 from sglang_dsv4.determinism import checks
-from sglang_dsv4.layers import concurrent, data_parallel, peer_sums, sequence_parallel
+from sglang_dsv4.layers import concurrent, data_parallel, peer_sums, row_exchange, sequence_parallel
 from sglang_dsv4.layers.attention import Attention
-from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
@@ -54,7 +54,8 @@ def check_server_options(config: Config) -> None:
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError("dtype", str(dtype), "bfloat16 or float32 (--dtype; auto makes float16 of float32 weights)")
     parallel = get_parallel()
-    problem = Topology(parallel.tp_size, parallel.attn_dp_size, parallel.moe_ep_size).problem(config)
+    exchanges = row_exchange.is_chosen()
+    problem = Topology(parallel.tp_size, parallel.attn_dp_size, parallel.moe_ep_size, exchanges).problem(config)
     if problem is not None:
         raise ConfigError("tp_size", parallel.tp_size, f"another one: {problem}")
 
@@ -101,7 +102,7 @@ class Block(nn.Module):
         positions: Tensor,
         input_ids: Tensor,
         rows: RowShards = ALL_ROWS,
-        of_experts: RowsOfAllGroups | None = None,
+        of_experts: RowsOfExperts | None = None,
         taps: list[Tensor] | None = None,
     ) -> Pending:
         """Run both sublayers.
@@ -124,7 +125,7 @@ class Block(nn.Module):
         x, pending = self.hc_ffn(pending, self.ffn_norm, of_experts or rows)
         return pending.with_output(self.ffn(x, input_ids, of_experts or rows))
 
-    def serve_other_groups(self, no_rows: Tensor, input_ids: Tensor, of_experts: RowsOfAllGroups) -> None:
+    def serve_other_groups(self, no_rows: Tensor, input_ids: Tensor, of_experts: RowsOfExperts) -> None:
         """Compute this rank's part of the experts' sums in a forward in which it has no rows; `no_rows` is [0, d]."""
         self.ffn(self.hc_ffn.gathered(no_rows, of_experts), input_ids, of_experts)
 
@@ -180,7 +181,7 @@ class DeepseekV4Model(nn.Module):
         positions: Tensor,
         input_ids: Tensor,
         rows: RowShards,
-        of_experts: RowsOfAllGroups | None = None,
+        of_experts: RowsOfExperts | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run the layers of the last stage, which are all layers where the model is not divided into stages.
 
@@ -206,7 +207,7 @@ class DeepseekV4Model(nn.Module):
             taps.append(mean_of_streams(streams))
         return rows.gather(row), streams.flatten(1), [rows.gather(tap) for tap in taps]
 
-    def serve_other_groups(self, input_ids: Tensor, of_experts: RowsOfAllGroups) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def serve_other_groups(self, input_ids: Tensor, of_experts: RowsOfExperts) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The results of `forward` for a rank without tokens, which only computes its part of the experts' sums."""
         no_rows = self.embed.weight[:0]
         for layer in self.layers:
@@ -248,6 +249,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.start_layer, self.end_layer = self.stage.layers.start, self.stage.layers.stop
         checks.check_model(self)
         peer_sums.set_up(next(self.parameters()).device)
+        row_exchange.log_choice()
 
     @torch.no_grad()
     def forward(

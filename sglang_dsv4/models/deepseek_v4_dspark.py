@@ -24,7 +24,7 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm_rope_store import Destination
 from sglang_dsv4.determinism import checks
 from sglang_dsv4.layers import data_parallel
-from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import Fp8Input, fp32_product_dtype, quantised_linear_config, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
@@ -88,7 +88,7 @@ class DSparkModel(nn.Module):
         self._quantises = quantises_once(config)
 
     def forward(
-        self, streams: Tensor, positions: Tensor, input_ids: Tensor, of_experts: RowsOfAllGroups | None = None
+        self, streams: Tensor, positions: Tensor, input_ids: Tensor, of_experts: RowsOfExperts | None = None
     ) -> tuple[Tensor, Tensor]:
         """Streams [T, n, d] and normed rows [T, d] after the stages, from a block's `streams [T, n, d]`."""
         if of_experts is not None and not len(positions):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sglang_dsv4.determinism import checks
 from sglang_dsv4.layers import data_parallel
-from sglang_dsv4.layers.data_parallel import RowsOfAllGroups
+from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.hyper_connection import HyperConnectionHead, Pending
 from sglang_dsv4.layers.linear import quantised_linear_config, quantises_once
 from sglang_dsv4.layers.logits import Fp32LogitsProcessor, build_lm_head
@@ -54,7 +54,7 @@ class DeepseekV4ModelNextN(nn.Module):
         positions: Tensor,
         streams: Tensor,
         input_embeds: Tensor | None = None,
-        of_experts: RowsOfAllGroups | None = None,
+        of_experts: RowsOfExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The normed rows [T, d] from which the logits are made, and their streams [T, n * d].
 

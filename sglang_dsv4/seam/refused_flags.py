@@ -98,7 +98,11 @@ REFUSALS = (
         "SGLANG_DSV4_SEQUENCE_PARALLEL=on divides the tokens of a prefill among the ranks",
     ),
     # ---- experts
-    Refusal("--moe-a2a-backend", other_than("none"), "experts are summed by an all-reduce; leave it out"),
+    Refusal(
+        "--moe-a2a-backend",
+        other_than("none"),
+        "tokens get to the experts as SGLANG_DSV4_EXPERT_ROWS says; leave it out",
+    ),
     *flags("--enable-eplb --enable-elastic-expert-backup --enable-waterfill", bool, RANKS_ARE_FIXED),
     *flags("--ep-num-redundant-experts", above(0), RANKS_ARE_FIXED),
     *flags("--ep-dispatch-algorithm --max-ep-size --elastic-ep-initial-size", other_than(None), RANKS_ARE_FIXED),
@@ -412,7 +416,8 @@ def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLa
     Raises:
         ValueError: names the part of the model, and numbers that can.
     """
-    problem = Topology(arguments.tp_size, arguments.attn_dp_size, arguments.ep_size).problem(config)
+    exchanges = env.choice("SGLANG_DSV4_EXPERT_ROWS") == "exchange"
+    problem = Topology(arguments.tp_size, arguments.attn_dp_size, arguments.ep_size, exchanges).problem(config)
     if problem is not None:
         raise ValueError(f"sglang-dsv4 can't serve this checkpoint on {arguments.tp_size} ranks: {problem}")
     try:

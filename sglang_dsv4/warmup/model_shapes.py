@@ -17,6 +17,7 @@ from sglang_dsv4.layers import (
     grouped_projection,
     packed_experts,
     peer_sums,
+    row_exchange,
     sequence_parallel,
 )
 from sglang_dsv4.layers.linear import quantises_once_on
@@ -45,6 +46,8 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
     packed = on_gpu and packed_experts.is_chosen()
     nvfp4 = config.nvfp4_experts and not is_draft  # a draft's experts stay MXFP4
     joins = on_gpu and concurrent.is_on()
+    exchanges = row_exchange.is_on()
+    shared_ranks = 1 if exchanges else get_parallel().tp_size
     return ModelShapes(
         attention=attention_shapes(geometry, heads, device),
         hidden_size=config.hidden_size,
@@ -65,9 +68,10 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         fp8_linear_tokens=fp8_linear.most_tokens(generation) if generation is not None and quantises else 0,
         packed_experts=packed and not nvfp4,
         nvfp4_experts=packed and nvfp4,
+        exchanges_rows=exchanges,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
-        experts_sum_fp32=packed and get_parallel().tp_size > 1 and flag.is_on(),
-        shared_channels=config.moe_intermediate_size // get_parallel().tp_size if joins else 0,
+        experts_sum_fp32=packed and not exchanges and get_parallel().tp_size > 1 and flag.is_on(),
+        shared_channels=config.moe_intermediate_size // shared_ranks if joins else 0,
         joins_launches=joins,
         peer_sum_ranks=peer_sums.ranks(),
         peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
@@ -75,6 +79,8 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
 
 
 def _fewest_own_rows() -> int:
+    if row_exchange.is_on():
+        return 0
     if data_parallel.is_on():  # before the experts every forward's rows are gathered
         return 1
     return sequence_parallel.FEWEST_TOKENS // get_parallel().tp_size if sequence_parallel.may_be() else 0

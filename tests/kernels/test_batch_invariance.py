@@ -20,7 +20,7 @@ from dsv4_kernels.hyper_connection import hc_head, hc_post, hc_pre
 from dsv4_kernels.indexer import index_scores, index_topk
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.linear import grouped_linear, linear, linear_fp32
-from dsv4_kernels.moe import experts_forward, swiglu
+from dsv4_kernels.moe import expert_rows, experts_forward, sum_expert_rows, swiglu
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
 from dsv4_kernels.rope import apply_rope, rope_frequencies
@@ -95,8 +95,11 @@ def experts(dtype: torch.dtype, act_qdq_block: int | None) -> Op:
     normal = make_normal(dtype)
     x, w13, w2 = normal(N, 64), normal(8, 48, 64), normal(8, 64, 24)
     weights, chosen = route_topk(x, normal(8, 64), normal(8).float(), 3, 2.5)
+    rows, places = normal(3 * N, 64), torch.arange(3 * N).flip(0).view(N, 3)
     return lambda t: [
         experts_forward(x[t], weights[t], chosen[t], w13, w2, 10.0, act_qdq_block),
+        expert_rows(x[t], weights[t], chosen[t], w13, w2, 10.0, act_qdq_block),
+        sum_expert_rows(rows, places[t], chosen[t]),
         swiglu(x[t, :25], x[t, 25:50], 1.0),
     ]
 

@@ -18,6 +18,7 @@ from serving.small_release import SHAPE
 from serving.speculation import drafting_flags
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.layers import row_exchange
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -74,3 +75,26 @@ def test_busy_is_alone_is_another_group_with_graphs_and_without(
             assert bool(re.search("capture.*cuda graph", server.log, re.IGNORECASE)) == (name == "graphs")
         found[name] = [answers[0] for answers in alone]
     assert found["graphs"] == found["eager"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=FOUR)])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_exchanged_rows_have_the_bits_of_one_gpu(kind: str, ranks: int, tmp_path: Path) -> None:
+    """`SGLANG_DSV4_EXPERT_ROWS=exchange`: alone on each rank and busy, in graphs (messages of a fixed size) and without
+    (of told sizes); in the busy turn ranks prefill while others decode."""
+    write_checkpoint(tmp_path / "model", SHAPES[kind])
+    questions = GREEDY if kind != "plain" else (*GREEDY, DRAWN)
+    with running_server(tmp_path / "model", tmp_path / "one", *flags(kind, 1, 1)) as server:
+        wanted = [bits(question.ask(server, None)) for question in questions]
+    for name, graphs in GRAPHS.items():
+        given = (*flags(kind, ranks, ranks), *graphs)
+        env = {row_exchange.VARIABLE: "exchange"}
+        with running_server(tmp_path / "model", tmp_path / name, *given, env=env) as server:
+            for group in range(ranks):
+                assert [bits(question.ask(server, group)) for question in questions] == wanted, (name, group)
+            flush(server)
+            asked = [(i, group) for i in range(len(questions)) for group in range(ranks)]
+            asked = (asked + asked[::-1]) * 2
+            busy = at_once(server, [(questions[i], group) for i, group in asked])
+            assert [bits(answer) for answer in busy] == [wanted[i] for i, _ in asked], name
+            assert bool(re.search("capture.*cuda graph", server.log, re.IGNORECASE)) == (name == "graphs")

@@ -115,9 +115,9 @@ def test_a_conversation_hits_and_has_the_bits_of_one_server(served: Served, deco
     """Each turn begins with all tokens so far. The prefill server has the pages of prompts, up to a tail; the decode
     server also has those that decoding has filled, and only the rest is transferred."""
     flush_all(served)
-    tokens, cached = some(31, 520), []
+    tokens, cached = some(31, 700), []
     for turn in range(3):
-        answer, expected = (server.generate(tokens, max_new_tokens=250) for server in (served.pair, served.one))
+        answer, expected = (server.generate(tokens, max_new_tokens=110) for server in (served.pair, served.one))
         assert bits(answer) == bits(expected), turn
         cached.append(answer["meta_info"]["cached_tokens"])
         tokens = tokens + answer["output_ids"] + some(turn, 150)

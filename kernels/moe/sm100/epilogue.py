@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import bf16_rows, e4m3, ptx
+from dsv4_kernels.device.cta_pair import of_first_cta
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.tcgen05 import as_float, load_tmem, tmem_columns
@@ -75,7 +76,7 @@ def finish_tiles(
             else:
                 store_rows(a, sums, slot, left, row_tile, thread)
         prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-        arrive(barriers + (Barrier.FREE + buffer.index))
+        arrive(of_first_cta(barriers + (Barrier.FREE + buffer.index), plan.ctas))
         tiles = tiles + 1
 
 

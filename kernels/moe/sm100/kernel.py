@@ -10,11 +10,17 @@ of work tiles is in global memory. Warps of a CTA, and their waits:
         waits empty[stage], arrives at tokens[stage]
     MMA (1 thread)         scales into tensor memory, four products of K = 32 a stage and matrix
         waits free[buffer] once a work tile, weights[stage] and tokens[stage]; commits empty[stage], done[buffer]
+        second CTA of a pair: waits weights[stage] and tokens[stage], arrives at the first CTA's tokens[stage]
     EPILOGUE (4 warps)     lane r of tensor memory is output row r; a column is a slot
-        waits done[buffer], arrives at free[buffer]
+        waits done[buffer], arrives at free[buffer] of the first CTA
 
 Gate and up are two accumulators with the same lanes, so SwiGLU needs no exchange, and the 128 channels of a work tile
 are whole blocks of h's quantiser.
+
+With many slots a pair of CTAs computes two neighbouring work tiles of the same slots by products of 256 rows, which the
+first CTA issues for both. Each CTA has the weights, scales, sums and epilogue of its own 128 rows, as alone; but it
+loads half of the slots' codes, and its tensor core reads half: the port of shared memory, which has the largest bound
+with many slots, moves less. The order of K is the same.
 
 With MXFP4 weights the scale of 128 channels of the activations, fp32 in global memory, becomes a ue8m0 four times in a
 word, because an instruction's K is 32 channels: the thread that copied it rewrites it in shared memory. All of K is
@@ -29,7 +35,8 @@ import cutlass.experimental.cuda as experimental_cuda
 from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.device import dependent_launch, ptx, tcgen05
+from dsv4_kernels.device.cta_pair import commit, cta_rank, group_of, of_first_cta, sync_all
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import gmem, typed
@@ -75,6 +82,7 @@ def launch(a: Arguments, num_ctas: Int32, plan: cutlass.Constexpr, stream: cuda.
     experts_kernel(a, weights, plan).launch(
         grid=(num_ctas, 1, 1),
         block=(THREADS, 1, 1),
+        cluster=(plan.ctas, 1, 1),
         smem=plan.smem_bytes,
         stream=stream,
         min_blocks_per_mp=1,
@@ -97,20 +105,22 @@ def experts_kernel(
     barriers = typed(smem + plan.barriers_offset, Int64)
     tmem_address = typed(smem + plan.tmem_address_offset, Int32)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    rank, group = cta_rank(plan.ctas), group_of(plan.ctas)
     if warp == Warp.MMA:
-        if prims.elect_sync():
-            for stage in cutlass.range_constexpr(plan.stages):
-                prims.mbarrier_init(barriers + (Barrier.WEIGHTS + stage), 1)
-                prims.mbarrier_init(barriers + (Barrier.TOKENS + stage), WARPS_OF_GROUP)
-                prims.mbarrier_init(barriers + (Barrier.EMPTY + stage), 1)
-            for buffer in cutlass.range_constexpr(ACCUMULATORS):
-                prims.mbarrier_init(barriers + (Barrier.DONE + buffer), 1)
-                prims.mbarrier_init(barriers + (Barrier.FREE + buffer), WARPS_OF_GROUP)
-            prims.fence_mbarrier_init()
-        dependent_launch.wait()  # afterwards the previous kernel has freed its tensor memory
-        prims.tcgen05_alloc(tmem_address, plan.tmem_columns, group="cta_1")
-        prims.tcgen05_relinquish_alloc_permit(group="cta_1")
-    prims.barrier_cta_sync_aligned(0)  # barriers and tensor memory are set up
+        arrivals = WARPS_OF_GROUP + (plan.ctas - 1) * (1 - rank)  # in the first CTA also the second CTA's thread
+        groups = [
+            (Barrier.WEIGHTS, plan.stages, 1),
+            (Barrier.TOKENS, plan.stages, arrivals),
+            (Barrier.EMPTY, plan.stages, 1),
+            (Barrier.DONE, ACCUMULATORS, 1),
+            (Barrier.FREE, ACCUMULATORS, WARPS_OF_GROUP * plan.ctas),
+        ]
+        tcgen05.set_up(barriers, groups, tmem_address, plan.tmem_columns, group)
+    if cutlass.const_expr(plan.ctas == 2):  # products of the first CTA access the second CTA's allocation
+        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+    sync_all(plan.ctas)  # barriers and tensor memory are set up
+    if cutlass.const_expr(plan.ctas == 2):
+        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
@@ -120,18 +130,20 @@ def experts_kernel(
     if warp < Warp.TOKENS:
         finish_tiles(a, smem, barriers, tmem, warp, first, stride, end, plan)
     elif warp < Warp.WEIGHTS:
-        load_tokens(a, smem, barriers, first, stride, end, plan)
+        load_tokens(a, smem, barriers, rank, first, stride, end, plan)
     elif warp == Warp.WEIGHTS:
         if prims.elect_sync():
             load_weights(a, weights, smem, barriers, first, stride, end, plan)
-    else:
+    elif rank == 0:
         if prims.elect_sync():
             multiply(a, smem, barriers, tmem, first, stride, end, plan)
+    else:
+        if prims.elect_sync():
+            announce(a, barriers, first, stride, end, plan)
 
-    prims.barrier_cta_sync_aligned(0)  # the epilogue has completed its last loads of tensor memory
+    sync_all(plan.ctas)  # the epilogues have completed their last loads of tensor memory
     if warp == Warp.MMA:
-        prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-        prims.tcgen05_dealloc(tmem.as_ptr(Float32), plan.tmem_columns, group="cta_1")
+        tcgen05.free(tmem, plan.tmem_columns, group)
 
 
 @cute.jit
@@ -190,6 +202,7 @@ def load_tokens(
     a: Arguments,
     smem: cutlass.Pointer,
     barriers: cutlass.Pointer,
+    rank: Int32,
     first: Int32,
     stride: Int32,
     end: Int32,
@@ -197,7 +210,8 @@ def load_tokens(
 ) -> None:
     """Loads the activations. Eight threads share a row of 128 bytes; thread i also loads the scale of column i.
 
-    Columns without a slot get zeros and a scale of zero bits, which is 2**-127 or 0.
+    Each CTA of a pair loads the codes of its half of the columns, but the scales of all, since its tensor core reads
+    scales from its own tensor memory. Columns without a slot get zeros and a scale of zero bits, which is 2**-127 or 0.
     """
     thread = cute.arch.thread_idx()[0] % GROUP_THREADS
     base = Int32(smem.toint())
@@ -213,9 +227,10 @@ def load_tokens(
     for index in cutlass.range(first, end, stride):
         first_slot, num_slots = slots_of(a, index)
         rows = []
-        for i in cutlass.range_constexpr(plan.tokens // CHUNK):
+        for i in cutlass.range_constexpr(plan.own_tokens // CHUNK):
             column = thread // 8 + i * CHUNK
-            row, exists = source_row(a, first_slot + column, column < num_slots, plan)
+            of_tile = rank * plan.own_tokens + column
+            row, exists = source_row(a, first_slot + of_tile, of_tile < num_slots, plan)
             place = column * SWIZZLE_ROW_BYTES + ((thread % 8) ^ (column % 8)) * CHUNK
             address = a.x + row * a.x_row_bytes + thread % 8 * CHUNK
             rows.append((address, place, cutlass.select_(exists, 16, 0)))
@@ -283,7 +298,10 @@ def multiply(
     end: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One thread issues all products. One scale buffer suffices: the tensor pipe keeps copies and products in order."""
+    """One thread issues all products, those of a pair's second CTA too.
+
+    One scale buffer suffices: the tensor pipe keeps copies and products in order.
+    """
     steps = a.k // plan.step
     count, tiles = Int32(0), Int32(0)
     zero = Int32(0)
@@ -302,7 +320,7 @@ def multiply(
                     prims.Tcgen05CpShape.SHAPE_32X128B,
                     tmem_columns(tmem, zero, plan.scales_column + part * SCALE_COLUMNS, Float32),
                     unswizzled(start + (plan.scales_offset + part * SCALE_TILE_BYTES)),
-                    group=prims.CTAGroup.CTA_1,
+                    group=group_of(plan.ctas),
                     multicast=prims.Tcgen05CpMulticast.WARPX4,
                 )
             tokens = swizzled(start + plan.matrices * WEIGHT_TILE_BYTES)
@@ -320,10 +338,25 @@ def multiply(
                         part,
                         plan,
                     )
-            prims.tcgen05_commit(barriers + (Barrier.EMPTY + stage), group=prims.CTAGroup.CTA_1)
+            commit(barriers + (Barrier.EMPTY + stage), plan.ctas)
             count = count + 1
-        prims.tcgen05_commit(barriers + (Barrier.DONE + buffer.index), group=prims.CTAGroup.CTA_1)
+        commit(barriers + (Barrier.DONE + buffer.index), plan.ctas)
         tiles = tiles + 1
+
+
+@cute.jit
+def announce(
+    a: Arguments, barriers: cutlass.Pointer, first: Int32, stride: Int32, end: Int32, plan: cutlass.Constexpr
+) -> None:
+    """One thread of a pair's second CTA tells the first CTA, stage after stage, that this CTA's operands are loaded."""
+    count = Int32(0)
+    for _ in cutlass.range(first, end, stride):
+        for _ in cutlass.range(a.k // plan.step):
+            stage, phase = stage_of(count, plan.stages)
+            wait(barriers, Barrier.WEIGHTS + stage, phase)
+            wait(barriers, Barrier.TOKENS + stage, phase)
+            prims.mbarrier_arrive(of_first_cta(barriers + (Barrier.TOKENS + stage), plan.ctas))
+            count = count + 1
 
 
 def scales_of(tmem: prims.TmemAddr, operand: int, part: int, plan: cutlass.Constexpr) -> cutlass.Array:
@@ -347,21 +380,21 @@ def multiply_part(
     if plan.numbers is Numbers.NVFP4:
         kind, per_row = prims.Tcgen05MMAKind.MXF4NVF4, prims.Tcgen05MMAScaleVecSize.BLOCK16
         descriptor = prims.Tcgen05MxOmmaInstrDesc.build(
-            a_dtype=e2m1, b_dtype=e2m1, scale_format=0, n_dim=plan.tokens, m_dim=TILE_ROWS
+            a_dtype=e2m1, b_dtype=e2m1, scale_format=0, n_dim=plan.tokens, m_dim=TILE_ROWS * plan.ctas
         )
     else:
-        kind, per_row = prims.Tcgen05MMAKind.MXF8F6F4, None
+        kind, per_row = prims.Tcgen05MMAKind.MXF8F6F4, prims.Tcgen05MMAScaleVecSize.BLOCK32
         descriptor = prims.Tcgen05MxInstrDesc.build(
             a_dtype=e2m1,
             b_dtype=cutlass.Float8E4M3FN,
             n_dim=plan.tokens,
-            m_dim=TILE_ROWS,
+            m_dim=TILE_ROWS * plan.ctas,
             a_sf_id=part,
             b_sf_id=part,
         )
     prims.tcgen05_mma_block_scale(
         kind,
-        prims.CTAGroup.CTA_1,
+        group_of(plan.ctas),
         out,
         weights,
         tokens,

@@ -32,6 +32,22 @@ STEP = 128
 """Channels that share a scale of MXFP4's activations."""
 WIDTHS = (16, 32, 64, 96)
 """Slots of a work tile: the N of an instruction."""
+PAIR_TOKENS = {Numbers.MXFP8_MXFP4: 64, Numbers.NVFP4: 96}
+"""Slots of a work tile from which a pair of CTAs computes it.
+
+With fewer slots the largest bound is that of the weights from memory, which a pair leaves as it is. With 64, padded
+codes take longer at the port of shared memory. Packed codes do not; but an expert with several tiles reads memory for
+the first only, and its tiles have 96 slots (`benchmarks/results/experts_sm100_static.json`).
+"""
+
+PLANS = tuple(
+    Plan(product, tokens, numbers, ctas)
+    for numbers in Numbers
+    for product in Product
+    for tokens in WIDTHS
+    for ctas in ((1, 2) if tokens >= PAIR_TOKENS[numbers] else (1,))
+)
+"""The plans of all calls."""
 
 Packed = Mxfp4Experts | Nvfp4Experts
 
@@ -50,6 +66,8 @@ class Work(NamedTuple):
     listed: Listed
     tokens: int
     """Slots of a work tile at most."""
+    pairs: bool
+    """Whether products with an even number of tiles of rows use pairs of CTAs."""
     overlaps: bool
     """Whether launches begin early."""
 
@@ -80,6 +98,7 @@ def plan_work(
     expert_offset: int = 0,
     tokens: int | None = None,
     overlaps: bool | None = None,
+    pairs: bool | None = None,
 ) -> Work:
     """The slots and work tiles of the routed experts of this rank, for one token at least.
 
@@ -90,6 +109,8 @@ def plan_work(
         expert_offset: id of the rank's first expert.
         tokens: slots of a work tile; None chooses by the numbers of tokens and experts. The bits are the same.
         overlaps: whether launches begin early; None decides by the tokens and `dependent_launch.is_on`.
+        pairs: whether pairs of CTAs compute products with an even number of tiles of rows; None decides by the slots of
+            a work tile. The bits are the same.
 
     Raises:
         ValueError: there are more experts than the work list supports.
@@ -101,7 +122,14 @@ def plan_work(
     with dependent_launch.switched(overlaps):
         arch = architecture("sm100", experts.device)
         listed = work_list.list_work(weights, experts, packed.num_experts, expert_offset, tokens, arch)
-    return Work(experts, listed, tokens, overlaps)
+    pairs = tokens >= PAIR_TOKENS[numbers_of(packed)] if pairs is None else pairs
+    return Work(experts, listed, tokens, pairs, overlaps)
+
+
+def plan_of(product: Product, rows: int, packed: Packed, work: Work) -> Plan:
+    """The plan of a product with `rows` output rows: one CTA, or a pair if it has two tiles of rows for each pair."""
+    ctas = 2 if work.pairs and rows % (2 * TILE_ROWS) == 0 else 1
+    return Plan(product, work.tokens, numbers_of(packed), ctas)
 
 
 def multiply(
@@ -154,7 +182,8 @@ def multiply(
         factors=0 if factors is None else factors.data_ptr(),
         hidden_factor=0 if hidden_factor is None else hidden_factor.data_ptr(),
     )
-    num_ctas = min(hardware_multiprocessors(codes.device), listed.groups * row_tiles)
+    resident = hardware_multiprocessors(codes.device) // plan.ctas * plan.ctas  # whole pairs
+    num_ctas = min(resident, listed.groups * row_tiles)
     compile(plan, architecture("sm100", codes.device))(arguments, Int32(num_ctas), current_stream(codes.device))
 
 
@@ -192,7 +221,7 @@ def hidden_rows(x: Rows, packed: Packed, work: Work, limit: float) -> Rows:
             torch.empty(slots, channels // STEP, dtype=torch.float32, device=device),
         )
         factors = hidden_factor = None
-    plan = Plan(Product.GATE_UP, work.tokens, numbers_of(packed))
+    plan = plan_of(Product.GATE_UP, channels, packed, work)
     multiply(plan, work.listed, x, packed.w13, packed.w13_scale, hidden, limit, factors, hidden_factor)
     return hidden
 
@@ -201,7 +230,7 @@ def output_rows(hidden: Rows, packed: Packed, work: Work) -> Tensor:
     """w2 h of every slot: bf16 [slots, d]; rows of slots after the last group are undefined."""
     rows = torch.empty(len(hidden.codes), packed.hidden_size, dtype=torch.bfloat16, device=hidden.codes.device)
     factors = packed.down_factors if isinstance(packed, Nvfp4Experts) else None
-    plan = Plan(Product.DOWN, work.tokens, numbers_of(packed))
+    plan = plan_of(Product.DOWN, packed.hidden_size, packed, work)
     multiply(plan, work.listed, hidden, packed.w2, packed.w2_scale, rows, factors=factors)
     return rows
 
@@ -245,7 +274,7 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
     """
     with dependent_launch.switched(work.overlaps):
         arch = architecture("sm100", slot_rows.device)
-        return sums.sum_rows(slot_rows, work.experts, work.listed, dtype, shared, arch)
+        return sums.sum_rows(slot_rows, work.experts, work.listed.slot_of_pair, dtype, shared, arch)
 
 
 def check_packed(name: str, packed: Packed, of_type: type, multiple: int) -> None:
@@ -273,6 +302,7 @@ def experts_forward(
     shared: Tensor | None = None,
     tokens: int | None = None,
     overlaps: bool | None = None,
+    pairs: bool | None = None,
 ) -> Tensor:
     """The weighted sum over the routed experts of this rank: [T, d] in `dtype`.
 
@@ -280,7 +310,7 @@ def experts_forward(
     """
     if not x.shape[0]:
         return x.new_empty(x.shape, dtype=dtype)
-    work = plan_work(weights, experts, packed, expert_offset, tokens, overlaps)
+    work = plan_work(weights, experts, packed, expert_offset, tokens, overlaps, pairs)
     return sum_products(multiply_all(x, work, packed, swiglu_limit), work, dtype, shared)
 
 
@@ -322,9 +352,9 @@ def nvfp4_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], objec
 def _jobs(model: ModelShapes, arch: str, numbers: Numbers) -> list[Callable[[], object]]:
     summed = sums.Sum(model.experts_per_token, fp32=model.experts_sum_fp32, adds_shared=True)
     jobs: list[Callable[[], object]] = [
-        *(partial(compile, Plan(product, tokens, numbers), arch) for tokens in WIDTHS for product in Product),
+        *(partial(compile, plan, arch) for plan in PLANS if plan.numbers is numbers),
         partial(sums.compile, summed, arch),
-        partial(work_list.compile, arch),
+        *work_list.compile_jobs(arch),
     ]
     if numbers is Numbers.NVFP4:
         jobs.append(partial(nvfp4.compile, arch))

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
 
 TILE_ROWS = 128
-"""Weight rows of a product: the M of an instruction, and the lanes of tensor memory."""
+"""Weight rows of a CTA's product: its share of the M of an instruction, and the lanes of tensor memory."""
 PRODUCTS_PER_STEP = 4
 """Instructions of a stage and matrix, each for 32 bytes of a row."""
 SCALES_PER_TILE = 4
@@ -52,10 +52,18 @@ class Plan:
     tokens: int
     """Slots of a work tile, the N of an instruction."""
     numbers: Numbers = Numbers.MXFP8_MXFP4
+    ctas: int = 1
+    """CTAs that multiply together: 1, or 2 for two neighbouring tiles of 128 rows and the same slots.
+
+    Each CTA of a pair holds the weights of its rows and half of the slots' codes.
+    """
 
     def __post_init__(self) -> None:
-        if self.tokens % 16 or not 16 <= self.tokens <= 96:
-            raise ValueError(f"tokens of a tile is {self.tokens}; expected a multiple of 16 from 16 to 96")
+        if self.ctas not in (1, 2):
+            raise ValueError(f"CTAs of a product is {self.ctas}; expected 1 or 2")
+        least = CHUNK * self.ctas
+        if self.tokens % least or not least <= self.tokens <= 96:
+            raise ValueError(f"tokens of a tile is {self.tokens}; expected a multiple of {least} from {least} to 96")
 
     @property
     def matrices(self) -> int:
@@ -81,9 +89,14 @@ class Plan:
         return 2 if self.numbers is Numbers.NVFP4 else 1
 
     @property
+    def own_tokens(self) -> int:
+        """Slots whose codes are in a CTA's shared memory."""
+        return self.tokens // self.ctas
+
+    @property
     def token_tile_bytes(self) -> int:
         """Bytes of the activations in a stage."""
-        return self.tokens * SWIZZLE_ROW_BYTES
+        return self.own_tokens * SWIZZLE_ROW_BYTES
 
     @property
     def scales_offset(self) -> int:
@@ -158,10 +171,11 @@ class Barrier(IntEnum):
     """First index of each group of mbarriers."""
 
     WEIGHTS = 0  # [stages] weight tiles and their scales are in shared memory
-    TOKENS = MAX_STAGES  # [stages] rows of the activations and their scales are in shared memory
+    TOKENS = MAX_STAGES  # [stages] activations and their scales are in shared memory; in the first CTA of a pair, all
+    # operands of the second CTA too
     EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
     DONE = 3 * MAX_STAGES  # [ACCUMULATORS] a work tile's sums are in the accumulator buffer
-    FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogue has read the accumulator buffer
+    FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogues of all CTAs have read the accumulator buffer
     COUNT = FREE + ACCUMULATORS
 
 

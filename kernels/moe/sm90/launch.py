@@ -197,7 +197,7 @@ def sum_rows(
     reads_ahead: bool = False,
 ) -> Tensor:
     """`sums.sum_rows` on Hopper."""
-    return sums.sum_rows(slot_rows, experts, listed, dtype, shared, ARCH, reads_ahead)
+    return sums.sum_rows(slot_rows, experts, listed.slot_of_pair, dtype, shared, ARCH, reads_ahead)
 
 
 class Work(NamedTuple):
@@ -349,7 +349,7 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
         *(partial(compile, Plan(product, shape), arch) for shape in (PAIRED, WIDE) for product in Product),
         *(partial(rows.compile_quantise, chooses, arch) for chooses in (True, False)),
         partial(sums.compile, summed, arch),
-        partial(work_list.compile, arch),
+        *work_list.compile_jobs(arch),
     ]
     plans: list[Plan | FewPlan] = [Plan(product, NARROW) for product in Product]
     plans += few_plans(model.hidden_size, gathers=False)

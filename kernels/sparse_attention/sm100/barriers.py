@@ -7,7 +7,7 @@ from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device.mbarrier import wait
 from dsv4_kernels.device.pipeline import stage_of
-from dsv4_kernels.sparse_attention.sm100.plan import GROUP_THREADS, NamedBarrier, Plan
+from dsv4_kernels.sparse_attention.sm100.plan import GROUP_THREADS, NamedBarrier
 
 
 @cute.jit
@@ -17,20 +17,6 @@ def wait_for_tile(barriers: cutlass.Pointer, first: cutlass.Constexpr, tile: Int
     wait(barriers, first + stage.index, stage.phase)
 
 
-def of_first_cta(barrier: cutlass.Pointer, plan: Plan) -> cutlass.Pointer:
-    """The same barrier in the first CTA, whose MMA warp issues the products of the pair."""
-    return barrier if plan.ctas == 1 else prims.mapa(barrier, 0)
-
-
 def softmax_barrier() -> None:
     """Barrier of all softmax warps."""
     prims.barrier_cta_sync_aligned(NamedBarrier.SOFTMAX, thread_count=GROUP_THREADS)
-
-
-def sync_all(plan: Plan) -> None:
-    """Barrier of all threads of the CTA, or of the pair."""
-    if plan.ctas == 1:
-        prims.barrier_cta_sync_aligned(0)
-    else:
-        prims.barrier_cluster_arrive_aligned()
-        prims.barrier_cluster_wait_aligned()

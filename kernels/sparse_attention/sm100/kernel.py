@@ -34,11 +34,12 @@ from cutlass import Float32, Int32, Int64
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.device.cta_pair import cta_rank, group_of, of_first_cta, sync_all
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import typed
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
-from dsv4_kernels.sparse_attention.sm100.barriers import of_first_cta, sync_all, wait_for_tile
+from dsv4_kernels.sparse_attention.sm100.barriers import wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.epilogue import finish_work_tile
 from dsv4_kernels.sparse_attention.sm100.gather import load_row, row_addresses, row_bits, store_row
 from dsv4_kernels.sparse_attention.sm100.mma import multiply_scores, multiply_values
@@ -69,7 +70,7 @@ from dsv4_kernels.sparse_attention.sm100.softmax import (
     scores_of_tile,
     store_weights,
 )
-from dsv4_kernels.sparse_attention.sm100.tile_scheduler import WorkTile, cta_rank, first_and_stride, work_tile_of
+from dsv4_kernels.sparse_attention.sm100.tile_scheduler import WorkTile, first_and_stride, work_tile_of
 
 
 @cute.jit
@@ -103,8 +104,8 @@ def attention_kernel(
     tmem_address = typed(smem + Smem.TMEM_ADDRESS, Int32)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     lane = cute.arch.lane_idx()
-    rank = cta_rank(plan)
-    group = f"cta_{plan.ctas}"
+    rank = cta_rank(plan.ctas)
+    group = group_of(plan.ctas)
 
     if warp == Warp.MMA:
         if prims.elect_sync():
@@ -121,7 +122,7 @@ def attention_kernel(
         prims.tcgen05_alloc(tmem_address, Tmem.COLUMNS, group=group)
         prims.tcgen05_relinquish_alloc_permit(group=group)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    sync_all(plan)
+    sync_all(plan.ctas)
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
@@ -141,7 +142,7 @@ def attention_kernel(
             issue_mmas(a, smem, barriers, tmem, plan)
 
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    sync_all(plan)
+    sync_all(plan.ctas)
     if warp == Warp.MMA:
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
         prims.tcgen05_dealloc(tmem.as_ptr(Float32), Tmem.COLUMNS, group=group)
@@ -205,7 +206,7 @@ def gather_rows(
             prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
             arrive(barriers + (Barrier.FULL + stage))
             if cutlass.const_expr(plan.ctas == 2):
-                arrive(of_first_cta(barriers + (Barrier.ALL_FULL + stage), plan))
+                arrive(of_first_cta(barriers + (Barrier.ALL_FULL + stage), plan.ctas))
             data_0, scales_0, exists_0 = next_data_0, next_scales_0, next_exists_0
             data_1, scales_1, exists_1 = next_data_1, next_scales_1, next_exists_1
         before = before + work_tile.num_tiles
@@ -321,6 +322,6 @@ def softmax_of_work_tile(
         row_sum = row_sum * factor + store_weights(smem, weights, head_row, half, buffer)
         prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
         prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-        arrive(of_first_cta(barriers + (Barrier.P_READY + buffer), plan))
+        arrive(of_first_cta(barriers + (Barrier.P_READY + buffer), plan.ctas))
     row_sum = row_sum + exchanged(smem + Smem.ROW_SUMS, thread, row_sum)
     return RowState(row_max, row_sum)

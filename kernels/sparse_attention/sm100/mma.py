@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device.cta_pair import commit
 from dsv4_kernels.device.mbarrier import wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, swizzled, tmem_columns
@@ -46,7 +47,7 @@ def multiply_scores(
         query = tmem_columns(tmem, Int32(0), Tmem.Q + step * MMA_K // 2, cutlass.BFloat16)
         key = keys.advance_start_address(plan.block_offset(block) + step_of_block * MMA_K * 2)
         mma(out, query, key, idesc, step > 0, plan)
-    commit(barriers + (Barrier.S_READY + buffer.index), plan)
+    commit(barriers + (Barrier.S_READY + buffer.index), plan.ctas)
 
 
 @cute.jit
@@ -75,7 +76,7 @@ def multiply_values(
             weight = weights.advance_start_address(step * MMA_K * 2)
             key = keys.advance_start_address(step * MMA_K * SWIZZLE_ROW_BYTES)
             mma(out, weight, key, idesc, accumulate or step > 0, plan)
-    commit(barriers + (Barrier.PV_DONE + stage.index), plan)
+    commit(barriers + (Barrier.PV_DONE + stage.index), plan.ctas)
 
 
 def mma(
@@ -92,11 +93,3 @@ def mma(
         prims.tcgen05_mma_ws(kind, out, a, b, idesc, accumulate)
     else:
         prims.tcgen05_mma(kind, prims.CTAGroup.CTA_2, out, a, b, idesc, accumulate)
-
-
-def commit(barrier: cutlass.Pointer, plan: Plan) -> None:
-    """Arrives at the barrier in every CTA when all products issued so far are done."""
-    if plan.ctas == 1:
-        prims.tcgen05_commit(barrier, group=prims.CTAGroup.CTA_1)
-    else:
-        prims.tcgen05_commit(barrier, multicast_mask=3, group=prims.CTAGroup.CTA_2)

@@ -8,11 +8,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
 
+from dsv4_kernels.device.cta_pair import of_first_cta
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import load_words, store_words, typed
 from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, as_float, load_tmem, tmem_columns
-from dsv4_kernels.sparse_attention.sm100.barriers import of_first_cta, softmax_barrier, wait_for_tile
+from dsv4_kernels.sparse_attention.sm100.barriers import softmax_barrier, wait_for_tile
 from dsv4_kernels.sparse_attention.sm100.plan import (
     ALL_ROWS,
     BUFFERS,
@@ -80,7 +81,7 @@ def load_queries(
         prims.tcgen05_st("32x32b", target, cutlass.Vector.from_elements(tuple(words), Int32))
     prims.tcgen05_wait(prims.Tcgen05Wait.STORE)
     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-    arrive(of_first_cta(barriers + Barrier.Q_READY, plan))
+    arrive(of_first_cta(barriers + Barrier.Q_READY, plan.ctas))
 
 
 def scores_of_tile(

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from dsv4_kernels.device.cta_pair import cta_rank
 from dsv4_kernels.device.pointers import gmem
 from dsv4_kernels.sparse_attention.sm100.plan import TILE_KEYS, TILES_PER_STEP, Arguments, Plan
 from dsv4_kernels.sparse_attention.split import STEP_KEYS
@@ -29,7 +30,7 @@ class WorkTile(NamedTuple):
 def work_tile_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> WorkTile:
     """Work tile `index`, by the division of keys in split.py."""
     kv_split = index % a.max_kv_splits
-    token, head_block = index // a.max_kv_splits, cta_rank(plan)
+    token, head_block = index // a.max_kv_splits, cta_rank(plan.ctas)
     slot = (token * plan.ctas + head_block) * a.max_kv_splits + kv_split
     num_entries = Int32(0)
     if a.entries != 0:
@@ -52,11 +53,6 @@ def work_tile_of(index: Int32, a: Arguments, plan: cutlass.Constexpr) -> WorkTil
     if kv_split >= kv_splits:
         num_tiles = Int32(0)
     return WorkTile(token, head_block, kv_split, kv_splits, slot, first_tile, num_tiles, window_tiles, num_entries)
-
-
-def cta_rank(plan: Plan) -> Int32:
-    """This CTA's rank in its pair; 0 if it is alone."""
-    return cute.arch.block_idx()[0] % plan.ctas
 
 
 def first_and_stride(plan: Plan) -> tuple[Int32, Int32]:

@@ -55,7 +55,43 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
     if req.logprob.top_logprobs_num > req.vocab_size:
         error = error or f"top_logprobs_num is {req.logprob.top_logprobs_num}; the vocabulary has {req.vocab_size}."
         req.logprob.top_logprobs_num = 0
+    if transfers():
+        error = error or reason_against_transfer(req)
+        req.logprob.top_logprobs_num = min(req.logprob.top_logprobs_num, CARRIED_TOP_LOGPROBS)
     return error
+
+
+CARRIED_TOP_LOGPROBS = 128
+"""Top log-probabilities of the first token that SGLang carries from a prefill server to a decode server."""
+
+
+def reason_against_transfer(req: Req) -> str | None:
+    """Why a prefill and a decode server can't answer a request together, or None.
+
+    More top log-probabilities would end SGLang's prefill server, the chosen tokens' log-probabilities of the first
+    token would be left out without a word, and all answers of ``n`` above 1 would have the number of one transfer.
+    """
+    if req.sampling_params.n > 1:
+        return (
+            f"n is {req.sampling_params.n}; with --disaggregation-mode it is 1, since each answer needs a transfer of "
+            "its own. Send as many requests."
+        )
+    if req.logprob.top_logprobs_num > CARRIED_TOP_LOGPROBS:
+        asked = req.logprob.top_logprobs_num
+        return f"top_logprobs_num is {asked}; with --disaggregation-mode it is at most {CARRIED_TOP_LOGPROBS}."
+    if req.logprob.token_ids_logprob is not None:
+        return (
+            "token_ids_logprob is not supported with --disaggregation-mode: the first token's do not travel. Ask for "
+            f"top_logprobs_num, at most {CARRIED_TOP_LOGPROBS}, or a server without --disaggregation-mode."
+        )
+    return None
+
+
+def transfers() -> bool:
+    """Whether this server is a prefill or a decode server."""
+    from sglang.srt.runtime_context import get_disagg
+
+    return get_disagg().disaggregation_mode != "null"
 
 
 def sampling_setup() -> tuple[str, str | None]:

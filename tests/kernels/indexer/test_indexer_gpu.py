@@ -46,8 +46,8 @@ def test_scores_and_choice(name: str, schedule: str) -> None:
         assert torch.equal(rows[token], chosen(scores[token], count, 64, pages)), f"token {token}"
 
 
-@pytest.mark.parametrize("name", ["sm90", "sm90, prefill"])
-@pytest.mark.parametrize("heads", [8, 24])
+@pytest.mark.parametrize("name", ["sm90", "sm90, prefill", "sm100, prefill"])
+@pytest.mark.parametrize("heads", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_fewer_heads(heads: int, name: str) -> None:
     case = Case.of((130,), [(0, 130)], heads=heads)
     rows, (scores,) = case.run(name, 50)
@@ -132,29 +132,32 @@ def test_rows_of_more_tokens_than_32_bits_count(name: str) -> None:
     assert not buffers and rows.nbytes > 1 << 32 and torch.equal(rows[-3:], expected)
 
 
-def test_a_prefill_in_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_prefill_in_many_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tokens than a CTA has, of requests that change within a CTA; some runs of pages have no visible entry."""
-    from dsv4_kernels.indexer import prefill_scores
+    from dsv4_kernels.indexer import gpu
 
     case = Case.of(
-        (700, 90, 400), [(0, 690 + i) for i in range(5)] + [(1, 80), (2, 399), (0, 3), (0, 0), (2, 65), (0, 700)]
+        (700, 90, 400), [(0, 690 + i) for i in range(5)] + [(1, 80), (2, 399), (0, 3), (0, 0), (2, 65), (0, 700)] * 2
     )
-    rows, (scores,) = case.run("sm90", 64)
+    rows, (scores,) = case.run(f"{name}, many", 64)
+    _, of_prefill = gpu.score_kernels(ARCH[name])
     for ctas in (1, 10**6):
-        monkeypatch.setattr(prefill_scores, "CTAS", ctas)
-        again, (its_scores,) = case.run("sm90, prefill", 64)
+        monkeypatch.setattr(of_prefill, "CTAS", ctas)
+        again, (its_scores,) = case.run(f"{name}, prefill", 64)
         assert torch.equal(again, rows)
         for token, count in enumerate(case.visible.tolist()):
             if count > 64:
                 assert torch.equal(its_scores[token, :count], scores[token, :count])
 
 
-def test_a_token_has_one_score_in_every_forward() -> None:
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_token_has_one_score_in_every_forward(name: str) -> None:
     """The kernels for few and for many tokens and for prefills give the same scores, the last one with different
     instructions, also where partial sums are rounded."""
     case = inexact()
-    rows, (scores,) = case.run("sm90", 64)
-    for other in ("sm90, many", "sm90, prefill"):
+    rows, (scores,) = case.run(name, 64)
+    for other in (f"{name}, many", f"{name}, prefill"):
         again, (its_scores,) = case.run(other, 64)
         assert torch.equal(again, rows)
         for token, count in enumerate(case.visible.tolist()):
@@ -274,20 +277,29 @@ def test_pages_are_shared_by_the_ctas_of_a_token(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize(
-    ("name", "launched", "prefill"),
-    [("index_prefill_scores", 0, True), ("index_topk", 1, True), ("index_topk_of_few", 1, False)],
+    ("name", "kernel", "launched", "prefill"),
+    [
+        ("index_prefill_scores", "sm90", 0, True),
+        ("index_prefill_tcgen05", "sm100", 0, True),
+        ("index_topk", "sm90", 1, True),
+        ("index_topk_of_few", "sm90", 1, False),
+    ],
 )
-def test_deleted_synchronisation_is_noticed(name: str, launched: int, prefill: bool) -> None:
-    """The case has more entries than a CTA processes at once."""
+def test_deleted_synchronisation_is_noticed(
+    name: str, kernel: str, launched: int, prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The case has more entries than a CTA processes at once, in one run on Blackwell: every role waits for another."""
     from ptx_emulator import Checks, emulated
 
-    from dsv4_kernels.indexer import gpu
+    from dsv4_kernels.indexer import gpu, prefill_tcgen05
 
-    case = Case.of((2300, 90), [(0, 2300), (1, 80), (0, 700)], heads=8)
+    monkeypatch.setattr(prefill_tcgen05, "CTAS", 1)
+    entries, more = (700, [(0, 690), (0, 600), (0, 700)]) if kernel == "sm100" else (2300, [])
+    case = Case.of((entries, 90), [(0, entries), (1, 80), (0, 700), *more], heads=8)
     pages = case.page_table
-    with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
+    with emulated(checks=Checks.strict(), arch=ARCH[kernel], record=True) as device:
         arguments = (case.q, case.head_weights, case.keys, pages, PAGE, case.request, case.visible, 64, pages, prefill)
-        gpu.sm90(*arguments)
+        getattr(gpu, kernel)(*arguments)
     rates = delete_synchronisation(name, device, launched)
     assert rates and set(rates.values()) == {1}
 
@@ -359,16 +371,42 @@ def test_queries_may_begin_early(name: str) -> None:
 def test_compiled_without_spills(name: str) -> None:
     from ptx_emulator import emulated
 
-    from dsv4_kernels.indexer import prefill_scores, scores, topk
+    from dsv4_kernels.indexer import gpu, scores, topk
 
     kernels = {"scores": lambda: scores.compile(ARCH[name], 64), "topk": lambda: topk.compile(ARCH[name])}
     kernels["scores of few"] = lambda: scores.compile(ARCH[name], 64, True)
     kernels["topk of few"] = lambda: topk.compile(ARCH[name], True)
-    if name == "sm90":
-        kernels["prefill"] = lambda: prefill_scores.compile(ARCH[name], 64)
-    most = {"scores": 232, "topk": 64, "prefill": 128, "scores of few": 255, "topk of few": 64}
+    kernels["prefill"] = lambda: gpu.score_kernels(ARCH[name])[1].compile(ARCH[name], 64)
+    of_prefill = {"sm90": 128, "sm100": 120}[name]  # with 512 and 544 threads
+    most = {"scores": 232, "topk": 64, "prefill": of_prefill, "scores of few": 255, "topk of few": 64}
     with emulated(arch=ARCH[name]):
         assert_no_spills(kernels, most)
+
+
+def test_blackwell_s_prefill_fits_a_multiprocessor() -> None:
+    """Shared and tensor memory, for any number of heads; runs of whole tiles, the fewer the more tokens a call has."""
+    from dsv4_kernels.indexer import prefill_tcgen05 as prefill
+
+    for heads in range(8, 65, 8):
+        plan = prefill.Plan(heads)
+        assert plan.smem_bytes <= 227 * 1024 and plan.tmem_columns <= 512 and heads % plan.chunk == 0
+    assert [prefill.pages_a_cta(8192, pages) for pages in (1, 2, 3, 16, 2048)] == [2, 2, 4, 22, 64]
+    assert [prefill.pages_a_cta(tokens, 256) for tokens in (1, 13, 100, 1000)] == [2, 2, 4, 42]
+
+
+def test_forms_are_those_of_known_right_kernels() -> None:
+    """The product of 64 heads is one that released kernels execute."""
+    from ptx_emulator import Checks, emulated
+    from ptx_emulator.campaigns.form_coverage import foreign_forms, forms_of, uncovered
+
+    from dsv4_kernels.indexer import gpu
+
+    case = Case.of((130,), [(0, 130)])
+    of_tokens = case.request, case.visible, 64, case.page_table, True
+    with emulated(checks=Checks.strict(), record=True) as device:
+        gpu.sm100(case.q, case.head_weights, case.keys, case.page_table, PAGE, *of_tokens)
+    missing = set(uncovered(forms_of(device.recordings[0]), foreign_forms()))
+    assert not {form for form in missing if "tcgen05" in form}, missing
 
 
 @pytest.mark.parametrize(

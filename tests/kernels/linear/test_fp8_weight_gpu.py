@@ -1,4 +1,5 @@
-"""The grouped product with an FP8 weight on Hopper, emulated: the bits of RoPE, product and quantiser.
+"""The grouped product with an FP8 weight, emulated: the bits of RoPE, product and quantiser. Blackwell has the same
+source (test_fp8_weight_sm100.py).
 
 Regimes: tokens around every tile and beyond the largest; 1, 2 and 8 output groups; K of one stage a segment, and of
 more stages than the ring has; rotation and quantisation each left out; operands and results with gaps, filled with NaN,
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -71,6 +72,13 @@ def test_it_has_the_bits_of_three_kernels(shape: str, tokens: int) -> None:
     arguments, expected = case(*SHAPES[shape], True, True)
     schedule = SCHEDULES[tokens % 3]
     assert same(product(*first(tokens, arguments), schedule=schedule, seed=tokens), [e[:tokens] for e in expected])
+
+
+@CUTLASS
+def test_blackwell_has_the_same_bits() -> None:
+    """In the emulator, where `mma.sync` is the same for both; fewer tokens than the chosen tile has."""
+    arguments, expected = case(*SHAPES["two"], True, True)
+    assert same(product(*first(13, arguments), kernel="sm100", schedule="random"), [e[:13] for e in expected])
 
 
 @CUTLASS
@@ -235,7 +243,7 @@ def test_results_beyond_32_bits(what: str) -> None:
         scales = far(scales.T.contiguous()).T
     outs = (out.view(FP8), scales) if quantises else (out,)
     with emulated_row_kernel("sm90", in_place=[x, *operands, *outs]):
-        fp8_weight_gpu.run(x, *operands, rotation, *outs, tile=fp8_weight_gpu.TILES[1])
+        fp8_weight_gpu.run("sm90", x, *operands, rotation, *outs, tile=fp8_weight_gpu.TILES[1])
     assert same(tuple(out.contiguous() for out in outs), expected)
 
 
@@ -330,13 +338,13 @@ def test_what_is_refused(arguments: dict, impl: str | None, message: str) -> Non
         fp8_weight_gpu.sm90(**({"rotation": None, "quantises": False} | arguments))
 
 
-def test_hopper_gets_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_and_blackwell_get_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for generation, name in ((9, "sm90"), (10, "ref")):
+    for generation, name in ((9, "sm90"), (10, "sm100"), (12, "ref")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, g=generation: (g, 0))
         found = registry.chosen("grouped_linear_fp8_weight", torch.device("cuda", 0), torch.bfloat16)
         assert found.name == name and found.graph_safe
-        assert found.batch_invariant == (name == "sm90")
+        assert found.batch_invariant == (name != "ref")
 
 
 @CUTLASS
@@ -372,7 +380,7 @@ def test_a_segment_is_held_where_each_multiprocessor_has_one_cta() -> None:
         assert gpu.chosen(1, *other) == gpu.TILES[0]
     x, rotation = tokens_of(1, 1, 512)
     with pytest.raises(ValueError, match=r"holds segments of 8 steps; K 512 has 1"):
-        gpu.sm90(x, *weight(1, 128, 512), rotation, True, gpu.RESIDENT[0])
+        gpu.sm90(x, *weight(1, 128, 512), rotation, True, tile=gpu.RESIDENT[0])
 
 
 @CUTLASS
@@ -404,7 +412,7 @@ def test_shared_memory_is_read_without_conflicts() -> None:
             for constant in operands:
                 device.memory.constant(constant)
             out = torch.empty(tokens, 1, 128, dtype=torch.bfloat16)
-            gpu.run(x, *operands, None, out, tile=tile)
+            gpu.run("sm90", x, *operands, None, out, tile=tile)
         (report,) = device.reports
         assert report.shared_conflicts == 0, tile
 
@@ -425,7 +433,7 @@ def test_deleted_synchronisation_is_noticed(tile: int) -> None:
     with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
         for constant in (codes, scale):
             device.memory.constant(constant)
-        fp8_weight_gpu.sm90(x, codes, scale, rotation, True, chosen)
+        fp8_weight_gpu.sm90(x, codes, scale, rotation, True, tile=chosen)
     rates = delete_synchronisation(f"fp8_weight_{chosen.tokens}{'_resident' if tile >= 4 else ''}", device)
     assert rates and set(rates.values()) == {1}, rates
 
@@ -435,17 +443,16 @@ def test_deleted_synchronisation_is_noticed(tile: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [8, 4, 2])
-def test_a_hopper_gpu_has_the_bits_of_three_kernels(groups: int) -> None:
+def test_a_gpu_has_the_bits_of_three_kernels(groups: int, kernel_on_gpu: Callable[[str], str]) -> None:
     """Flash's sizes, whole and as one of two and four ranks; a token alone, in any batch, and in a graph's replays."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU (sm_90a)")
+    kernel = kernel_on_gpu("grouped_linear_fp8_weight")
     x, rotation = tokens_of(200, groups, 4096)
     x, rotation = x.cuda(), HeadRotation(rotation.positions.cuda(), rotation.frequencies.cuda(), 512)
     codes, scale = (t.cuda() for t in weight(groups, 1024, 4096))
     turned = x.clone()
     apply_rope_in_place(turned.unflatten(2, (-1, 512)).flatten(1, 2), *rotation[:2], inverse=True)
     matrix = expand_fp8_weight(codes, scale, torch.empty(codes.shape, dtype=torch.bfloat16, device="cuda"))
-    whole = grouped_linear(turned, matrix, impl="sm90")
+    whole = grouped_linear(turned, matrix, impl=kernel)
     exact = torch.einsum("tgk,gnk->tgn", turned[:40].double(), matrix.double())
     assert (whole[:40].double() - exact).norm() <= 2.0**-8 * exact.norm()
     expected = fp8_quantise(whole.flatten(1), 128, True)

@@ -351,8 +351,8 @@ def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Cal
         gpu.run(name, "a test", x, weight.bfloat16(), out, tile)
         assert same_bits(out, expected), tile
     codes, scale = weight.to(torch.float8_e4m3fn), torch.ones(1, 4, 4, device="cuda")
-    for tile in fp8_weight_gpu.TILES if name == "sm90" else ():
-        out = fp8_weight_gpu.sm90(x, codes, scale, None, False, tile)
+    for tile in fp8_weight_gpu.TILES:
+        out = getattr(fp8_weight_gpu, name)(x, codes, scale, None, False, tile=tile)
         assert same_bits(out.float(), expected), tile
 
 

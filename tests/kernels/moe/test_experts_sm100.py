@@ -15,7 +15,7 @@ import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
 from ops.early_launches import launched_early
-from ops.experts_cases import LIMIT, Case, emulated_on, packed_experts
+from ops.experts_cases import LIMIT, Case, emulated_on, packed_experts, packed_nvfp4_experts
 from ops.memory_layout import strided
 from ops.number_formats import same_bits
 from torch import Tensor
@@ -32,12 +32,12 @@ CASES = {
     "one-token": Case(1, chosen=3),
     "several-tiles-of-one-expert": Case(40, chosen=1, one_expert=True, channels=256, multiprocessors=3),
     "k-longer-than-the-stages": Case(3, d=1280, channels=256, experts=2, multiprocessors=2),
-    "tiles-of-32": Case(40, experts=4, multiprocessors=3),
+    "pairs": Case(40, experts=4, channels=256, multiprocessors=3),
     "other-ranks": Case(12, chosen=3, experts=2, offset=3, all_experts=7),
 }
 SLOW = {
-    "tiles-of-64": Case(70, experts=3, channels=256),
-    "tiles-of-96": Case(150, chosen=2, experts=3),
+    "pairs-of-wide-tiles": Case(70, experts=3, channels=256),
+    "a-pair-in-the-second-product-only": Case(150, chosen=2, experts=3),
     "six-of-many": Case(9, chosen=6, experts=12, d=512, channels=384, multiprocessors=148),
     "only-other-ranks": Case(4, experts=2, offset=5, all_experts=5),
     "wide-and-deep": Case(33, chosen=2, experts=2, d=2048, channels=1280, multiprocessors=5),
@@ -49,14 +49,17 @@ PRODUCTS = slice(1, 3)
 `fp8_quantise`, which its reference computes on a CPU."""
 
 
-def launched(case: Case, **options: object) -> tuple[Tensor, Any]:
-    """(result of the kernels, emulated device)."""
+def launched(
+    case: Case, *, tokens: int | None = None, pairs: bool | None = None, **options: object
+) -> tuple[Tensor, Any]:
+    """(result of the kernels, emulated device), in tiles of `tokens` slots by pairs of CTAs or by single CTAs."""
     from dsv4_kernels.moe.sm100 import launch
 
     x, weights, ids, packed = case.inputs()
     x = strided(x, 1, 24)
     with emulated_on(case.multiprocessors, **options) as device:
-        out = launch.mxfp4_experts_forward(x, weights, ids, packed.tiled(), LIMIT, case.offset)
+        arguments = (x, weights, ids, packed.tiled(), LIMIT, case.offset)
+        out = launch.experts_forward(*arguments, tokens=tokens, pairs=pairs)
     assert len(device.reports) == 4 and not any(report.warnings for report in device.reports)
     assert all(report.grid[0] <= case.multiprocessors for report in device.reports[PRODUCTS])
     return out, device
@@ -136,11 +139,16 @@ def test_it_may_begin_early() -> None:
 
 SCHEDULES = [
     (name, schedule, seed)
-    for name in ("few", "several-tiles-of-one-expert", "k-longer-than-the-stages")
+    for name in ("few", "several-tiles-of-one-expert", "k-longer-than-the-stages", "pairs")
     for schedule in ("late", "random", "random_warps")
     for seed in (1, 2)
 ]
-QUICK = [("few", "random", 1), ("k-longer-than-the-stages", "random_warps", 1), ("few", "late", 1)]
+QUICK = [
+    ("few", "random", 1),
+    ("k-longer-than-the-stages", "random_warps", 1),
+    ("few", "late", 1),
+    ("pairs", "random_warps", 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +164,11 @@ def test_bits_do_not_depend_on_the_schedule(name: str, schedule: str, seed: int)
 
 
 def test_a_token_s_bits_do_not_depend_on_its_batch() -> None:
-    """A token has the same bits alone in tiles of 16, among 40 tokens in tiles of 32, and on other multiprocessors."""
+    """A token has the same bits alone in tiles of 16, among 40 tokens in tiles of 64 by pairs of CTAs, in tiles of 32,
+    and on other multiprocessors."""
     from dsv4_kernels.moe.sm100 import launch
 
-    case = CASES["tiles-of-32"]
+    case = CASES["pairs"]
     x, weights, ids, packed = case.inputs()
     out, _ = launched(case)
     assert launch.tokens_of_a_tile(*ids.shape, case.experts) == 64
@@ -176,6 +185,28 @@ def test_the_width_of_a_tile_follows_from_sizes() -> None:
     found = {tokens: launch.tokens_of_a_tile(tokens, 6, 256) for tokens in (1, 16, 64, 341, 342, 682, 683, 1366, 8192)}
     assert list(found.values()) == [16, 16, 16, 16, 32, 32, 64, 96, 96]
     assert launch.tokens_of_a_tile(8, 6, 2) == 16  # no expert has more slots than the call has tokens
+
+
+def test_pairs_of_ctas_follow_from_sizes() -> None:
+    """Many slots, and a partner for each tile of 128 rows."""
+    from dsv4_kernels.moe.sm100 import launch
+    from dsv4_kernels.moe.sm100.plan import Plan, Product
+
+    mxfp4, nvfp4 = packed_experts(1, 128, 128), packed_nvfp4_experts(1, 256, 256)
+    ids, found = torch.zeros(8, 1, dtype=torch.int32), {}
+    with emulated_on(1):
+        for packed in (mxfp4, nvfp4):
+            for tokens in launch.WIDTHS:
+                work = launch.plan_work(torch.ones(8, 1), ids, packed, tokens=tokens)
+                plans = [launch.plan_of(Product.DOWN, rows, packed, work) for rows in (128, 256, 384, 2048)]
+                found[len(found)] = [plan.ctas for plan in plans]
+    assert all(plan in launch.PLANS for plan in plans)
+    alone, pairs = [1, 1, 1, 1], [1, 2, 1, 2]
+    assert list(found.values()) == [alone, alone, pairs, pairs, alone, alone, alone, pairs]
+    with pytest.raises(ValueError, match="tokens of a tile is 48; expected a multiple of 32 from 32 to 96"):
+        Plan(Product.DOWN, 48, ctas=2)
+    with pytest.raises(ValueError, match="CTAs of a product is 4; expected 1 or 2"):
+        Plan(Product.DOWN, 64, ctas=4)
 
 
 def test_the_shared_expert_is_added_as_a_layer_would() -> None:
@@ -300,13 +331,15 @@ def test_nothing_waits_for_the_device(request: pytest.FixtureRequest) -> None:
 
 def test_no_configuration_spills() -> None:
     """The cubins' resources match the record, and the table of bounds belongs to this kernel."""
-    from lib.experts_sm100_static import PLANS, RESULTS, resources_of
+    from lib.experts_sm100_static import RESULTS, resources_of
     from ptx_emulator import emulated
+
+    from dsv4_kernels.moe.sm100.launch import PLANS
 
     recorded = json.loads(RESULTS.read_text())["resources"]
     assert recorded.keys() == {str(plan) for plan in PLANS}
     with emulated():
-        for plan in PLANS[::3]:
+        for plan in PLANS[::5]:  # both numbers and products, alone and in pairs
             found = resources_of(plan)
             assert found["stack_bytes"] == 0, str(plan)
             for what in ("registers", "dynamic_smem_bytes", "stages", "tmem_columns"):
@@ -316,26 +349,38 @@ def test_no_configuration_spills() -> None:
 ARITHMETIC = {"add.rn.f32", "cvt.rzi.s32.f32", "min.NaN.f32", "mul.rn.f32", "rcp.approx.f32"}
 
 
-def test_forms_are_those_of_known_right_kernels() -> None:
+@pytest.mark.parametrize(
+    ("name", "product", "known"),
+    [
+        ("few", "tcgen05.mma kind::mxf8f6f4 cta_group::1 SS KK m128 n16 k32", False),  # N of 64 to 192 is known
+        ("pairs", "tcgen05.mma kind::mxf8f6f4 cta_group::2 SS KK m256 n64 k32", True),
+    ],
+    ids=["alone", "pair"],
+)
+def test_forms_are_those_of_known_right_kernels(name: str, product: str, known: bool) -> None:
     from ptx_emulator.campaigns.form_coverage import foreign_forms, forms_of, uncovered
 
-    _, device = launched(CASES["few"], record=True)
+    _, device = launched(CASES[name], record=True)
     for recording in device.recordings[PRODUCTS]:
-        missing = set(uncovered(forms_of(recording), foreign_forms()))
-        # N of 64 to 192 is known to be right. The rest is arithmetic, which test_alu.py compares with NumPy.
-        assert missing <= ARITHMETIC | {"tcgen05.mma kind::mxf8f6f4 cta_group::1 SS KK m128 n16 k32"}
+        forms = forms_of(recording)
+        assert [form for form in forms if form.startswith("tcgen05.mma kind")] == [product]
+        missing = set(uncovered(forms, foreign_forms()))
+        # The rest is arithmetic, which test_alu.py compares with NumPy.
+        assert missing <= ARITHMETIC | (set() if known else {product})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("product", [0, 1], ids=["gate-up", "down"])
-def test_deleted_synchronisation_is_noticed(product: int) -> None:
+@pytest.mark.parametrize("pairs", [False, True], ids=["alone", "pair"])
+def test_deleted_synchronisation_is_noticed(product: int, pairs: bool) -> None:
     """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
     from ptx_emulator import Checks
 
-    case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=384)
-    _, device = launched(case, checks=Checks.strict(), record=True)
-    rates = delete_synchronisation(f"experts_sm100_{('gate_up', 'down')[product]}", device, PRODUCTS.start + product)
+    case = replace(CASES["k-longer-than-the-stages"], tokens=2, channels=512 if pairs else 384)
+    _, device = launched(case, tokens=32 if pairs else None, pairs=pairs, checks=Checks.strict(), record=True)
+    name = f"experts_sm100_{'pair_' * pairs}{('gate_up', 'down')[product]}"
+    rates = delete_synchronisation(name, device, PRODUCTS.start + product)
     assert rates and set(rates.values()) == {1}
 
 

@@ -246,7 +246,7 @@ LISTS = {
     "one-pair": (1, 1, 4, 0, 4),
     "long-runs": (200, 2, 2, 0, 2),
     "many-experts": (40, 6, 200, 30, 300),
-    "more-than-a-round": (1700, 5, 4, 1, 6),
+    "cluster": (3400, 5, 4, 1, 6),
 }
 """(tokens, experts of a token, experts of the rank, the first of them, experts of all ranks)."""
 
@@ -254,24 +254,29 @@ LISTS = {
 LISTED_AS = [("narrow", 0), ("wide", 0), ("paired", 3), ("paired", 10**9)]
 
 
-def test_a_list_has_more_pairs_than_a_round() -> None:
+def test_a_list_is_a_cluster_s_whose_ctas_have_different_numbers_of_rounds() -> None:
     from dsv4_kernels.moe import work_list
 
-    tokens, chosen, *_ = LISTS["more-than-a-round"]
-    assert tokens * chosen > work_list.THREADS * work_list.AT_ONCE
-    assert tokens * chosen % (work_list.THREADS * work_list.AT_ONCE)
+    tokens, chosen, *_ = LISTS["cluster"]
+    of_all = work_list.CLUSTER * work_list.THREADS * work_list.AT_ONCE[work_list.CLUSTER]
+    assert tokens * chosen > max(of_all, work_list.MOST_OF_ONE_CTA)
+    assert tokens * chosen % of_all
 
 
 @pytest.mark.parametrize(
-    ("case", "shape", "least"),
+    ("case", "shape", "least", "schedule"),
     [
-        pytest.param(case, *listed_as, id=f"{name}-{'-'.join(map(str, listed_as))}")
+        pytest.param(case, *listed_as, "random", id=f"{name}-{'-'.join(map(str, listed_as))}")
         for name, case in LISTS.items()
-        for listed_as in (LISTED_AS if name != "more-than-a-round" else LISTED_AS[1:2])
+        for listed_as in (LISTED_AS if name != "cluster" else LISTED_AS[1:2])
+    ]
+    + [
+        pytest.param(LISTS["cluster"], "wide", 0, schedule, id=f"cluster-{schedule}", marks=pytest.mark.slow)
+        for schedule in ("eager", "late", "random_warps")
     ],
 )
-def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str, least: int) -> None:
-    from ptx_emulator import emulated
+def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str, least: int, schedule: str) -> None:
+    from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.moe.sm90 import launch
     from dsv4_kernels.moe.workspace import GROUP
@@ -280,7 +285,7 @@ def test_the_work_list_covers_every_slot_once(case: tuple[int, ...], shape: str,
     generator = torch.Generator().manual_seed(3)
     ids = torch.rand(tokens, of_all, generator=generator).topk(chosen).indices.int()
     weights = torch.rand(tokens, chosen, generator=generator)
-    with emulated(arch="sm_90a", multiprocessors=4, schedule="random", seed=5):
+    with emulated(arch="sm_90a", multiprocessors=8, schedule=schedule, seed=5, checks=Checks.strict()):
         listed = launch.list_work(weights, ids, held, offset, shapes()[shape], least)
     num_tiles, num_groups = listed.totals.tolist()
     groups = [-(-int((ids == offset + expert).sum()) // GROUP) for expert in range(held)]

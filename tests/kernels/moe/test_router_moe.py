@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dsv4_kernels.moe import experts_forward, swiglu
+from dsv4_kernels.moe import expert_rows, experts_forward, sum_expert_rows, swiglu
 from dsv4_kernels.quant import fp8_qdq
 from dsv4_kernels.reference.batch_invariant import tree_sum
 from dsv4_kernels.router import route_hash, route_hash_logits, route_topk, route_topk_logits
@@ -147,6 +147,28 @@ def test_experts_in_fp32(offset: int) -> None:
         assert not got[0].any()
 
 
+@DTYPES
+def test_rows_of_all_ranks_in_any_places_have_the_sum_s_bits(dtype: torch.dtype) -> None:
+    """Three ranks of two experts; two of a token's choices may be one expert, as a table of ids may have it."""
+    x, weights = normal(9, 16, seed=1, dtype=dtype), torch.rand(9, 3, generator=torch.Generator().manual_seed(2))
+    w13, w2 = normal(6, 24, 16, seed=3, dtype=dtype), normal(6, 16, 12, seed=4, dtype=dtype)
+    w2 *= 2.0 ** (4 * torch.arange(6)[:, None, None])  # another order of adding has other bits
+    chosen = torch.randint(6, (9, 3), generator=torch.Generator().manual_seed(5)).int()
+    chosen[4, 1] = chosen[4, 0]
+    rows = [
+        expert_rows(x, weights, chosen, w13[e : e + 2], w2[e : e + 2], 10.0, expert_offset=e).flatten(0, 1)
+        for e in (0, 2, 4)
+    ]
+    for rank, of_rank in enumerate(rows):
+        assert of_rank.dtype == dtype and not of_rank[(chosen // 2 != rank).flatten()].any()
+    place = torch.randperm(27, generator=torch.Generator().manual_seed(6)).int()
+    shuffled = torch.empty_like(rows[0])
+    shuffled[place.long()] = sum(rows)  # one of them is not zero
+    got = sum_expert_rows(shuffled, place.view(9, 3), chosen)
+    assert torch.equal(got, experts_forward(x, weights, chosen, w13, w2, 10.0))
+    assert not torch.equal(got, sum_expert_rows(shuffled, place.view(9, 3), -chosen))
+
+
 def test_bf16_and_fp8_steps_in_the_release_s_order() -> None:
     """Roundings: input to FP8; w1, w3 to bf16; weight * swiglu in fp32, to bf16, to FP8; w2 to bf16; sum in fp32."""
     x = normal(5, 128, seed=16, dtype=torch.bfloat16)
@@ -199,8 +221,19 @@ def test_no_tokens() -> None:
             ),
             "weights and experts",
         ),
+        (
+            lambda: expert_rows(
+                *(torch.zeros(2, 5), torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(3, 6, 4), torch.zeros(3, 4, 3)),
+                10.0,
+            ),
+            r"expert_rows needs x \[T, d\]",
+        ),
+        (
+            lambda: sum_expert_rows(torch.zeros(4, 8), torch.zeros(2, 2), torch.zeros(2, 3)),
+            r"row_of_pair \[T, k\] and experts \[T, k\]; got \(4, 8\), \(2, 2\), \(2, 3\)",
+        ),
     ],
-    ids=["gate", "bias", "top_k", "token_ids", "swiglu", "limit", "experts"],
+    ids=["gate", "bias", "top_k", "token_ids", "swiglu", "limit", "experts", "rows", "sum"],
 )
 def test_errors_say_what_is_expected(call, message: str) -> None:  # noqa: ANN001
     with pytest.raises(ValueError, match=message):

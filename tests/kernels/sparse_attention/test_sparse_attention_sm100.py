@@ -58,7 +58,7 @@ def test_case(name: str) -> None:
     check(case, result)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n >= 16 else ()) for n in range(400)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow if n >= 8 else ()) for n in range(400)])
 def test_random_case(seed: int) -> None:
     """The values are right, and the bits are equal on few multiprocessors."""
     case = build(random_spec(seed), seed=seed)

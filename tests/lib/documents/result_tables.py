@@ -18,7 +18,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from documents import flag_tables, kernel_tables, served_tables
+from documents import flag_tables, kernel_tables, model_tables, served_tables
 from documents.results import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -64,6 +64,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "speculation": served_tables.speculation,
     "serve_switches": served_tables.serve_switches,
     "step_switches": served_tables.step_switches,
+    "step_model": model_tables.steps,
+    "step_model_errors": model_tables.errors,
+    "step_model_few_heads": model_tables.few_heads,
+    "step_model_narrow_tiles": model_tables.narrow_tiles,
+    "step_model_published": model_tables.published,
+    "step_model_worst": model_tables.worst,
     "tiers": served_tables.tiers,
     "verify_epilogue": served_tables.verify_epilogue,
 }

@@ -19,7 +19,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -29,14 +29,25 @@ from ops.attention_cases import CASES as ATTENTION
 from ops.attention_cases import build
 from ops.experts_cases import LIMIT, packed_nvfp4_experts
 from ops.experts_cases import Case as ExpertsCase
+from ops.fp8_weight_cases import tokens_of
+from ops.fp8_weight_cases import weight as fp8_weight
 from ops.hyper_connection_cases import inputs as boundary_inputs
+from ops.indexer_cases import Case as IndexerCase
 from ops.row_kernels import ARCH, KERNELS
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.hyper_connection import hc_boundary
-from dsv4_kernels.linear import grouped_linear, linear_fp8, linear_fp32
+from dsv4_kernels.indexer import index_topk
+from dsv4_kernels.kv_layout import PAGE_ROWS
+from dsv4_kernels.linear import (
+    HeadRotation,
+    grouped_linear,
+    grouped_linear_fp8_weight,
+    linear_fp8,
+    linear_fp32,
+)
 from dsv4_kernels.quant import fp8_quantise
 
 RESULTS = Path(__file__).parents[2] / "emulator" / "results" / "kernel_results.json"
@@ -102,6 +113,28 @@ def fp8_product(device: torch.device) -> Call:
     return lambda impl: [linear_fp8(codes, scales, weight, weight_scale, impl=impl)]
 
 
+def fp8_weight_product(device: torch.device) -> Call:
+    x, rotation = tokens_of(TOKENS, 2, 4096)
+    x, (codes, scale) = x.to(device), (part.to(device) for part in fp8_weight(2, 256, 4096))
+    rotation = HeadRotation(rotation.positions.to(device), rotation.frequencies.to(device), rotation.head_dim)
+    return lambda impl: grouped_linear_fp8_weight(x, codes, scale, rotation, True, impl=impl)
+
+
+def choice_of_entries(prefill: bool) -> Callable[[torch.device], Call]:
+    """The best 64 of up to 500 entries, for tokens of two requests."""
+
+    def make(device: torch.device) -> Call:
+        case = IndexerCase.of((500, 200), [(0, 500 - i) for i in range(10)] + [(1, 190 + i) for i in range(4)])
+        keys = replace(case.keys, storage=case.keys.storage.to(device))
+        q, weights, table, *of_tokens = (
+            x.to(device) for x in (case.q, case.head_weights, case.page_table, case.request, case.visible)
+        )
+        arguments = q, weights, keys, table, PAGE_ROWS, *of_tokens, 64
+        return lambda impl: [index_topk(*arguments, prefill=prefill, impl=impl)]
+
+    return make
+
+
 def experts(device: torch.device) -> Call:
     x, weights, ids, packed = ExpertsCase(TOKENS, chosen=2, experts=4, d=512, channels=256).inputs()
     matrices = (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)
@@ -147,6 +180,9 @@ CASES: dict[str, Case] = {
     "linear_fp32": Case("linear_fp32", fp32_product),
     "grouped_linear": Case("grouped_linear", grouped_product),
     "linear_fp8": Case("linear_fp8", fp8_product),
+    "wo_a_fp8": Case("grouped_linear_fp8_weight", fp8_weight_product, tolerance=0.05),
+    "index_topk": Case("index_topk", choice_of_entries(False)),
+    "index_topk_prefill": Case("index_topk", choice_of_entries(True)),
     "mxfp4_experts": Case("mxfp4_experts_forward", experts),
     "nvfp4_experts": Case("nvfp4_experts_forward", nvfp4_experts),
     "attention": Case("sparse_attention", attention("lengths_of_both-fp8")),

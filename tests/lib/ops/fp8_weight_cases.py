@@ -52,6 +52,7 @@ def product(
     quantises: bool,
     tile: int | None = None,
     is_constant: bool = True,
+    kernel: str = "sm90",
     **options: object,
 ) -> tuple[Tensor, ...]:
     """The kernel's result, in tensors with gaps that must not be written: bf16, or codes and scales."""
@@ -64,8 +65,8 @@ def product(
         outs.append(Gapped((shape[1] * shape[2] // 128, shape[0]), (2, 3), torch.float32))
         outs[1].view = outs[1].view.T
     chosen = None if tile is None else (*fp8_weight_gpu.TILES, *fp8_weight_gpu.RESIDENT)[tile]
-    with emulated_row_kernel("sm90", constant=(codes, scale) if is_constant else (), **options):
-        fp8_weight_gpu.run(x, codes, scale, rotation, *(out.view for out in outs), tile=chosen)
+    with emulated_row_kernel(kernel, constant=(codes, scale) if is_constant else (), **options):
+        fp8_weight_gpu.run(kernel, x, codes, scale, rotation, *(out.view for out in outs), tile=chosen)
     assert all(out.gaps_are_as_they_were() for out in outs) and same_bits(x, kept)
     return tuple(out.view.contiguous() for out in outs)
 
@@ -85,7 +86,14 @@ class Gapped:
         return bool((copy == 0x7F).all())
 
 
-def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, rotation: HeadRotation | None, quantises: bool) -> tuple:
+def one_by_one(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    rotation: HeadRotation | None,
+    quantises: bool,
+    kernel: str = "sm90",
+) -> tuple:
     """The result of three kernels with a bf16 weight: RoPE in place, the batch-invariant product, the quantiser. In the
     emulator the order within an instruction matters, so the product gets the channels in the FP8-weight kernel's order.
     """
@@ -94,11 +102,13 @@ def one_by_one(x: Tensor, codes: Tensor, scale: Tensor, rotation: HeadRotation |
     from dsv4_kernels.rope import gpu as rope
 
     x = x.clone()
-    with emulated_row_kernel("sm90", "eager"):
+    with emulated_row_kernel(kernel, "eager"):
         if rotation is not None:
-            rope.sm90_in_place(x.unflatten(2, (-1, 512)).flatten(1, 2), rotation.positions, rotation.frequencies, True)
-        out = gpu.sm90_grouped_linear(as_from_fp8(x), as_from_fp8(plain(codes, scale)))
-        return quantiser.sm90(out.flatten(1), 128, True) if quantises else (out,)
+            getattr(rope, f"{kernel}_in_place")(
+                x.unflatten(2, (-1, 512)).flatten(1, 2), rotation.positions, rotation.frequencies, True
+            )
+        out = getattr(gpu, f"{kernel}_grouped_linear")(as_from_fp8(x), as_from_fp8(plain(codes, scale)))
+        return getattr(quantiser, kernel)(out.flatten(1), 128, True) if quantises else (out,)
 
 
 def same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.quant import fp4_qdq
 
-ALL_KERNELS = ("sm90", "sm100, many", "sm90, prefill")
+ALL_KERNELS = ("sm90", "sm100, many", "sm90, prefill", "sm100, prefill")
 """Kernels for few tokens, for many and for prefills; of the first two, which both architectures have, each on one."""
 
 
@@ -49,7 +49,8 @@ class Case:
             places = (order[request, :, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
             keys.scatter(places, torch.randn(length, 128, generator=generator) * 2.0 ** (request - 1))
         table = torch.full((len(lengths), pages + 5), -1, dtype=torch.int32)
-        table[:, :pages] = order
+        for request, length in enumerate(lengths):  # a page after the last one is -1, before the table of keys
+            table[request, : -(-length // PAGE)] = order[request, : -(-length // PAGE)]
         request, visible = torch.tensor(tokens, dtype=torch.int32).T.contiguous().unbind(0)
         q = fp4_qdq(torch.randn(len(tokens), heads, 128, generator=generator).to(BF16), 32)
         apart = torch.cat([q, q], 1)[:, :heads]

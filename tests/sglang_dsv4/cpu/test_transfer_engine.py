@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import socket
 import sys
 import threading
@@ -49,6 +50,28 @@ def test_blocks_arrive_from_several_threads(engines: tuple[TransferEngine, Trans
         assert list(pool.map(write, range(8))) == [0] * 8
     assert torch.equal(source, target)
     assert sender.send_probe(session(receiver)) == 0
+
+
+def test_many_small_blocks_arrive_in_few_system_calls(
+    engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of every size from 0 on, in another order at the receiver, and more than one call takes. A prompt's pages
+    are thousands of blocks, and a call for each has a third of the rate of one large block."""
+    sender, receiver = engines
+    calls: list[int] = []
+    monkeypatch.setattr(
+        transfer_engine, "_send_all", lambda *args, send=transfer_engine._send_all: (calls.append(1), send(*args))
+    )
+    lengths = [i % 700 for i in range(1500)]
+    source, target = bytes_of(1, sum(lengths)), torch.zeros(sum(lengths), dtype=torch.uint8)
+    receiver.register_memory(target.data_ptr(), target.nbytes)
+    begins = [0, *itertools.accumulate(lengths)][:-1]
+    goals = [target.nbytes - begin - length for begin, length in zip(begins, lengths, strict=True)]
+    addresses, places = ([of.data_ptr() + at for at in numbers] for of, numbers in ((source, begins), (target, goals)))
+    assert sender.batch_transfer_sync_write(session(receiver), addresses, places, lengths) == 0
+    for begin, goal, length in zip(begins, goals, lengths, strict=True):
+        assert torch.equal(target[goal : goal + length], source[begin : begin + length])
+    assert len(calls) == -(-1500 // transfer_engine.AT_ONCE)
 
 
 @pytest.mark.parametrize("shift", [-1, 1], ids=["before", "after"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import struct
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,15 +16,18 @@ import pytest
 import requests
 import torch
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender, KVTransferError
+from sglang.srt.disaggregation.common.utils import pack_int_lists
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.mem_cache import common
 
 from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.kv_pool import DraftOf, Dsv4KVPool
 from sglang_dsv4.cache.transfer import describe
-from sglang_dsv4.disaggregation import buffers, decode_side, prefill_side
+from sglang_dsv4.disaggregation import buffers, decode_side, pieces, prefill_side
 from sglang_dsv4.seam import live
 
 SMALL = PoolGeometry((0, 4, 128), row_dim=32, rope_dim=8, index_dim=32, draft_tokens=4, draft_layers=1, transfers=True)
@@ -250,3 +256,208 @@ def test_a_forward_packs_the_pages_that_it_wrote() -> None:
     assert len(packed) == 3
     pool.packed_pages = None
     prefill_side.pack_pages(None, runner, batch(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[1]))
+
+
+# ---- pieces over TCP
+
+
+@pytest.mark.parametrize(("device", "calls"), [("", [1024, 1024, 452]), ("mlx5_0", [2500]), (None, [2500])])
+def test_a_transfer_over_tcp_has_pieces(device: str | None, calls: list[int]) -> None:
+    """Mooncake refused calls of more than 2048 blocks, and SGLang then took the decode server for dead."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
+
+    sent: list[tuple[Any, ...]] = []
+    engine = object.__new__(MooncakeTransferEngine)
+    engine.ib_device = device
+    engine.engine = SimpleNamespace(batch_transfer_sync_write=lambda *call: sent.append(call) or 0)
+    original = sglangs(MooncakeTransferEngine.batch_transfer_sync)
+    lists = [list(range(begin, begin + 2500)) for begin in (0, 10_000, 20_000)]
+    assert pieces.transfer_in_pieces(original, engine, "peer:1", *lists) == 0
+    assert [len(call[1]) for call in sent] == calls and {call[0] for call in sent} == {"peer:1"}
+    assert [[number for call in sent for number in call[i]] for i in (1, 2, 3)] == lists
+    assert pieces.transfer_in_pieces(original, engine, "peer:1", [], [], []) == 0
+
+
+def test_a_piece_that_fails_ends_the_transfer() -> None:
+    results = iter([0, -1])
+    engine, many = SimpleNamespace(ib_device=""), [0] * 5000
+    assert pieces.transfer_in_pieces(lambda *call: next(results), engine, "peer:1", many, many, many) == -1
+
+
+# ---- rooms of requests that have ended
+
+
+class RoomsManager(MooncakeKVManager):
+    """SGLang's manager of a prefill server without sockets and threads, with our hooks around its own methods."""
+
+    def __init__(self) -> None:
+        self.request_status, self.transfer_infos, self.req_to_decode_prefix_len = {}, {}, {}
+        self.failure_records, self.failure_lock = {}, threading.Lock()
+        self._deferred_ack_targets, self._deferred_ack_poisoned_rooms = {}, set()
+        self._staging_outstanding, self._staging_ctx = defaultdict(int), None
+        self.deferred_bootstrap, self.attn_tp_size, self._stopped = None, 1, False
+        self._worker_threads: list[threading.Thread] = []
+        self.disaggregation_mode = SimpleNamespace(value="prefill")
+        self.server_socket, self.told = None, []
+
+    def _handle_abort_notification(self, msg: list[bytes]) -> bool:
+        return prefill_side.refuse_late_pages(sglangs(MooncakeKVManager._handle_abort_notification), self, msg)
+
+    def resolve_kv_replica_factor(self, infos: Any) -> None:
+        pass
+
+    def send_kv_status_message(self, *, targets: Any, bootstrap_room: int, status: int, failure_reason: str) -> None:
+        self.told += [(target, bootstrap_room, int(status), failure_reason) for target in targets]
+
+    def hear(self, *messages: list[bytes]) -> None:
+        """Let SGLang's thread read messages of decode servers."""
+        rest = list(messages)
+
+        def receive() -> list[bytes]:
+            if not rest:  # the last message has been handled
+                self._stopped = True
+            return rest.pop(0) if rest else None
+
+        self._stopped = False
+        self._make_worker_recv = lambda socket: prefill_side.hear_under_lock(lambda manager: receive, self)
+        sglangs(MooncakeKVManager.start_prefill_thread)(self)
+        self._worker_threads.pop().join(10)
+
+
+def pages_of_room(room: int, port: int = 7, of: int = 1) -> list[bytes]:
+    """Return a decode server's message that names its pages for a room; `of` ranks of it send one."""
+    number = struct.pack("i", 3)
+    rest = [f"10.0.0.1:{port}".encode(), number, b"2", pack_int_lists([[1]], "i"), str(of).encode(), b"0", b""]
+    return [str(room).encode(), b"10.0.0.1", str(port).encode(), *rest]
+
+
+class ClearingSender(CommonKVSender):
+    """SGLang's sender with our hooks around its own methods."""
+
+    def __init__(self, manager: RoomsManager, room: int) -> None:
+        prefill_side.open_room(ClearingSender.begin, self, manager, room)
+
+    def begin(self, manager: RoomsManager, room: int) -> None:
+        self.kv_mgr, self.bootstrap_room, self.conclude_state, self.init_time = manager, room, None, 0.0
+        self.trace_ctx = SimpleNamespace(abort=lambda **info: None, trace_req_finish=lambda: None)
+        manager.update_status(room, KVPoll.Bootstrapping)
+
+    def abort(self) -> None:
+        prefill_side.tell_decode(sglangs(CommonKVSender.abort), self)
+
+    def clear(self) -> None:
+        prefill_side.end_room(sglangs(CommonKVSender.clear), self)
+
+
+def dropped(sender: ClearingSender) -> None:
+    """Drop a request as SGLang does where it only aborts the sender."""
+    sender.abort()
+    prefill_side.forget_aborted(None, SimpleNamespace(), SimpleNamespace(disagg_kv_sender=sender))
+
+
+def timed_out(sender: ClearingSender) -> None:
+    sender.kv_mgr.bootstrap_timeout = 1.0
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError):
+        sglangs(CommonKVSender.failure_exception)(sender)
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> RoomsManager:
+    monkeypatch.setattr(live, "_live", object())
+    return RoomsManager()
+
+
+def is_empty(manager: RoomsManager) -> bool:
+    tables = ("request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records")
+    return not any(getattr(manager, name) for name in tables)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("end", "reason"), [(dropped, "The prefill server has aborted the request."), (timed_out, "timed out after")]
+)
+def test_a_decode_server_that_names_its_pages_late_is_told(
+    rooms: RoomsManager, end: Callable[[ClearingSender], None], reason: str, ranks: int
+) -> None:
+    """SGLang opened the room again: the decode server waited for minutes, and the room stayed."""
+    end(ClearingSender(rooms, 5))
+    assert is_empty(rooms) and not rooms.told
+    rooms.hear(*(pages_of_room(5, port, ranks) for port in range(ranks)))
+    assert is_empty(rooms)
+    assert [told[:3] for told in rooms.told] == [(("10.0.0.1", port), 5, 0) for port in range(ranks)]
+    assert all(reason in told[3] for told in rooms.told)
+
+
+def test_no_room_ends_while_its_message_is_handled(rooms: RoomsManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler drops the request while SGLang's thread puts its pages into the tables: the thread ended with a
+    KeyError, and no later request was served."""
+    sender, handled = ClearingSender(rooms, 5), []
+    scheduler = threading.Thread(target=dropped, args=(sender,))
+
+    def begin_drop(infos: Any) -> None:
+        scheduler.start()
+        scheduler.join(0.2)
+        handled.append(scheduler.is_alive())
+
+    monkeypatch.setattr(rooms, "resolve_kv_replica_factor", begin_drop)
+    rooms.hear(pages_of_room(5))
+    scheduler.join(10)
+    assert handled == [True] and is_empty(rooms)
+    assert [told[:3] for told in rooms.told] == [(("10.0.0.1", 7), 5, 0)]
+
+
+def test_a_thread_that_has_ended_is_an_error(rooms: RoomsManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler must not wait for ever for the lock that it holds."""
+    monkeypatch.setattr(prefill_side, "LOCK_TIMEOUT_S", 0.01)
+    sender = ClearingSender(rooms, 5)
+    prefill_side.rooms_of(rooms).locked_after(lambda: [b"broken"])()
+    with pytest.raises(RuntimeError, match="the thread that hears decode servers has ended"):
+        sender.abort()
+
+
+def test_other_rooms_and_a_new_request_in_an_old_room_go_on(rooms: RoomsManager) -> None:
+    dropped(ClearingSender(rooms, 5))
+    rooms.hear(pages_of_room(6))
+    assert rooms.request_status == {6: KVPoll.WaitingForInput} and not rooms.told
+    ClearingSender(rooms, 5)
+    rooms.hear(pages_of_room(5))
+    assert rooms.request_status[5] == KVPoll.WaitingForInput and not rooms.told
+
+
+def test_an_aborted_request_in_transfer_ends_on_both_servers_and_is_forgotten(rooms: RoomsManager) -> None:
+    sender = ClearingSender(rooms, 5)
+    rooms.hear(pages_of_room(5))
+    dropped(sender)
+    assert is_empty(rooms)
+    assert rooms.told == [(("10.0.0.1", 7), 5, 0, "Aborted by AbortReq.")]
+
+
+def test_a_request_that_is_dropped_between_chunks_is_forgotten(rooms: RoomsManager) -> None:
+    """SGLang's function aborts the sender, and no more."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    assert "disagg_kv_sender.abort()" in inspect.getsource(sglangs(Scheduler.process_pending_chunked_abort))
+    sender = ClearingSender(rooms, 5)
+    scheduler = SimpleNamespace(chunked_req=SimpleNamespace(disagg_kv_sender=sender))
+    prefill_side.forget_aborted_chunks(lambda scheduler: None, scheduler)
+    assert rooms.request_status == {5: KVPoll.Bootstrapping}
+
+    def drop(scheduler: Any) -> None:
+        sender.abort()
+        scheduler.chunked_req = None
+
+    prefill_side.forget_aborted_chunks(drop, scheduler)
+    assert is_empty(rooms)
+    prefill_side.forget_aborted_chunks(drop, scheduler)
+
+
+def test_few_ended_rooms_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_side, "MANY_ROOMS", 3)
+    ended = prefill_side.Rooms()
+    for room in range(5):
+        ended.end(room, f"reason {room}")
+    ended.end(4, "later")
+    assert [ended.why_ended(room) for room in range(5)] == [None, None, "reason 2", "reason 3", "reason 4"]
+    ended.open(3)
+    assert ended.why_ended(3) is None

@@ -1,6 +1,6 @@
 """wo_a in FP8: loaded unchanged, on several ranks too; in the emulator its products have the bits of bf16 wo_a.
 
-Modules are built as on Hopper: a CPU keeps no weight in FP8.
+Modules are built as on a GPU: a CPU keeps no weight in FP8.
 """
 
 from __future__ import annotations
@@ -171,18 +171,22 @@ def test_the_variable(asked: Callable[[str | None], str | None]) -> None:
         asked("on")
 
 
-@pytest.mark.parametrize(("value", "on_hopper"), [(None, "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")])
-def test_what_is_kept_where(asked: Callable[[str | None], str | None], value: str | None, on_hopper: str) -> None:
+@pytest.mark.parametrize(("value", "on_gpu"), [(None, "both"), ("bf16", "bf16"), ("fp8", "fp8"), ("both", "both")])
+def test_what_is_kept_where(asked: Callable[[str | None], str | None], value: str | None, on_gpu: str) -> None:
     """Asking for FP8 by name where it can't be kept is an error, except on a CPU."""
     asked(value)
-    assert grouped_projection.kept(CONFIG, 9, torch.bfloat16) == on_hopper
+    for generation in (9, 10):
+        assert grouped_projection.kept(CONFIG, generation, torch.bfloat16) == on_gpu
     assert grouped_projection.kept(CONFIG, None, torch.bfloat16) == "bf16"
     if value in IN_FP8:
-        message = f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16: its kernel is Hopper's"
+        message = (
+            f"'SGLANG_DSV4_WO_A' is '{value}'; accepted: bf16: its kernels are Hopper's and Blackwell's; the GPU has "
+            r"compute capability 12\.x"
+        )
         with pytest.raises(ConfigError, match=message):
-            grouped_projection.kept(CONFIG, 10, torch.bfloat16)
+            grouped_projection.kept(CONFIG, 12, torch.bfloat16)
     else:
-        assert grouped_projection.kept(CONFIG, 10, torch.bfloat16) == "bf16"
+        assert grouped_projection.kept(CONFIG, 12, torch.bfloat16) == "bf16"
 
 
 @pytest.mark.parametrize(("ranks_of_a_group", "kept"), [(1, "fp8"), (2, "fp8"), (4, "both")])

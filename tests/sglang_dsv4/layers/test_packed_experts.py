@@ -116,6 +116,28 @@ def test_parts_of_ranks_sum_up(rank: Callable[..., PackedExperts]) -> None:
     assert_close(by_experts, expected())
 
 
+def test_rows_of_pairs_of_two_ranks_have_the_bits_of_one(rank: Callable[..., PackedExperts]) -> None:
+    """Rows as they are exchanged: tokens with gaps between them, one row back for each pair, added on one rank."""
+    from ptx_emulator import emulated
+
+    shared = torch.randn(11, D, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wanted = forward(rank(), shared, torch.bfloat16)
+    x, weights, experts = batch()
+    with_gaps = torch.cat([x, x[:, :8]], 1)[:, :D]
+    rows, places = [], torch.full_like(experts, -1)
+    with emulated(arch="sm_90a", multiprocessors=3):
+        for ep_rank in range(2):
+            layer = rank(ep_size=2, ep_rank=ep_rank)
+            of_rank, row_of_pair = layer.rows_of_pairs(with_gaps, weights, experts)
+            local = row_of_pair >= 0
+            assert torch.equal(local, experts // 2 == ep_rank)
+            places[local] = torch.arange(int(local.sum()), dtype=torch.int32) + sum(map(len, rows))
+            rows.append(of_rank[row_of_pair[local]])
+        assert layer.rows_of_pairs(x[:0], weights[:0], experts[:0])[0].shape == (0, D)
+        found = layer.sum_of_pairs(torch.cat(rows), places, experts, shared)
+    assert same_bits(found, wanted)
+
+
 def test_loading_again_gives_the_same(rank: Callable[..., PackedExperts]) -> None:
     """`/update_weights_from_disk`, and the reload of the old weights if it fails."""
     layer = rank()
@@ -305,7 +327,7 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
 
     from dsv4_kernels.moe.sm90 import launch
 
-    model = SimpleNamespace(experts_per_token=CHOSEN, experts_sum_fp32=False, joins_launches=False)
+    model = SimpleNamespace(hidden_size=D, experts_per_token=CHOSEN, experts_sum_fp32=False, joins_launches=False)
     with emulated(arch="sm_90a", multiprocessors=3):
         for job in launch.compile_jobs(model, launch.ARCH):
             job()
@@ -319,6 +341,7 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
             ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
             work = layer.plan(torch.ones(ids.shape), ids)
             layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
+            layer.sum_of_pairs(*layer.rows_of_pairs(x, torch.ones(ids.shape), ids), ids, x)
     assert len(compile_cache.origins()) == known
 
 

@@ -51,6 +51,24 @@ def test_sizes_that_do_not_divide(
     assert problem is None if named is None else re.search(named, problem or ""), problem
 
 
+@pytest.mark.parametrize(
+    ("topology", "named"),
+    [
+        (Topology(16, 16, 16, exchanges_rows=True), None),  # no shard of the shared expert, which 16 ranks can't share
+        (Topology(1, 1, 1, exchanges_rows=True), None),
+        (Topology(4, 2, 4, exchanges_rows=True), r"use --attn-dp-size 4 \(got 2\) and --ep-size 4 \(got 4\), or unset"),
+        (Topology(4, 4, 2, exchanges_rows=True), r"ROWS=exchange .* whole experts: .* --ep-size 4 \(got 2\)"),
+        (Topology(4, 1, 4, exchanges_rows=True), r"--attn-dp-size 4 \(got 1\)"),
+        (Topology(256, 256, 256, exchanges_rows=True), "384 experts can't be divided by --ep-size 256"),
+    ],
+)
+def test_an_exchange_of_rows_needs_whole_attention_and_whole_experts(
+    topology: Topology, named: str | None, configs: dict[str, Config]
+) -> None:
+    problem = topology.problem(configs["pro"])
+    assert problem is None if named is None else re.search(named, problem or ""), problem
+
+
 def test_an_unquantised_model_may_be_cut_anywhere(configs: dict[str, Config]) -> None:
     config = replace(configs["pro"], quantised_checkpoint=False, qat=QuantSwitches.off())
     assert Topology(16).problem(config) is None
@@ -68,4 +86,7 @@ def test_the_model_refuses_ranks_that_cannot_share_it(
     deepseek_v4.check_server_options(configs["pro"])
     parallel.tp_size = 16
     with pytest.raises(ConfigError, match="'tp_size' is 16; accepted: another one: the shared expert's 3072 channels"):
+        deepseek_v4.check_server_options(configs["pro"])
+    monkeypatch.setattr(deepseek_v4.row_exchange, "is_chosen", lambda: True)
+    with pytest.raises(ConfigError, match="another one: SGLANG_DSV4_EXPERT_ROWS=exchange has the bits of one GPU"):
         deepseek_v4.check_server_options(configs["pro"])

@@ -83,7 +83,8 @@ def test_under_the_flag_all_operators_are_ours_but_the_embedding(
     found = operators_of(model, shapes)
     assert found.of_sglang == {EMBEDDING: "model.embed"}
     assert set(found.ours.values()) == {"sm100"}
-    assert {"linear_fp8", "mxfp4_experts_forward", "sparse_attention", "linear_fp32"} <= set(found.ours)
+    wanted = {"linear_fp8", "mxfp4_experts_forward", "sparse_attention", "linear_fp32", "grouped_linear_fp8_weight"}
+    assert wanted <= set(found.ours)
     checks.check_model(model)
     with caplog.at_level(logging.INFO):
         log_operators_of_sglang(model)

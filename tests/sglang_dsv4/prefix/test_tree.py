@@ -15,6 +15,7 @@ import pytest
 from lib import prefix_replay
 from lib.prefix_replay import PAGE, Running, tail_engine
 from prefix.checked_engine import CheckedEngine, longest_stored, retract_all, retract_or_finish, some
+from selection.marks import with_slow_marks
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +178,7 @@ def test_a_prefix_without_its_tail_is_refused(engine: CheckedEngine, tokens: ran
     engine.ledger.finished(1, 1)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", with_slow_marks(range(4), quick=range(2)))
 @pytest.mark.parametrize(("device", "host"), [(6, 0), (6, 20), (40, 40)], ids=["no-host", "tiers", "roomy"])
 def test_random_requests(seed: int, device: int, host: int) -> None:
     """Requests that branch off each other, run side by side, are retracted and flushed, in 40 pages.

@@ -188,6 +188,21 @@ def test_ranks_that_cannot_share_the_model_are_refused_in_the_launcher(resolved:
         resolved(tp_size=4, attn_dp_size=4)
 
 
+def test_an_exchange_of_rows_of_ranks_that_have_other_bits_is_refused_in_the_launcher(
+    resolved: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DSV4_EXPERT_ROWS", "exchange")
+    resolved()
+    resolved(tp_size=4, attn_dp_size=4, ep_size=4)
+    with pytest.raises(ValueError, match=r"on 2 ranks: SGLANG_DSV4_EXPERT_ROWS=exchange .* --ep-size 2 \(got 1\)"):
+        resolved(tp_size=2, attn_dp_size=2)
+    with pytest.raises(ValueError, match=r"--attn-dp-size 2 \(got 1\) and --ep-size 2 \(got 2\), or unset"):
+        resolved(tp_size=2, ep_size=2)
+    monkeypatch.setenv("SGLANG_DSV4_EXPERT_ROWS", "rows")
+    with pytest.raises(ValueError, match="SGLANG_DSV4_EXPERT_ROWS must be 'gather' or 'exchange'"):
+        resolved()
+
+
 def test_groups_of_ranks_make_their_own_logits() -> None:
     assert defaults.default_arguments(arguments(**GROUPS), CONFIG)["enable_dp_lm_head"] is True
     assert "enable_dp_lm_head" not in defaults.default_arguments(arguments(tp_size=4), CONFIG)

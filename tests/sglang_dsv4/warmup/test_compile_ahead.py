@@ -131,6 +131,21 @@ def test_kernels_of_groups_of_ranks_are_compiled(hopper: dict[tuple, bool], monk
         assert {repr(hyper_connection.chosen(tokens, 4096, *form[:2], False, fp8=form[2])) for form in forms} <= found
 
 
+def test_kernels_of_exchanged_rows(hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own rows are quantised where they are made; sums are bf16 under the flag, and no expert is sharded."""
+    monkeypatch.setattr(data_parallel, "is_on", lambda: True)
+    monkeypatch.setattr(model_shapes.packed_experts, "is_chosen", lambda: True)
+    monkeypatch.setattr(model_shapes.flag, "is_on", lambda: True)
+    for module in (model_shapes, model_shapes.row_exchange, model_shapes.grouped_projection):
+        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_size=4, attn_dp_size=4, attn_tp_size=1))
+    channels, found = config().moe_intermediate_size, []
+    for chosen in (False, True):
+        monkeypatch.setattr(model_shapes.row_exchange, "is_chosen", lambda chosen=chosen: chosen)
+        shapes = model_shapes.model_shapes(config(), GEOMETRY, HEADS, CUDA)
+        found.append((shapes.fewest_own_rows, shapes.experts_sum_fp32, shapes.shared_channels, shapes.exchanges_rows))
+    assert found == [(1, True, channels // 4, False), (0, False, channels, True)]
+
+
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
 def test_kernels_of_speculation_are_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
     """Target steps of one token and of all verified tokens; for a draft also its blocks, and norms of hidden_size."""

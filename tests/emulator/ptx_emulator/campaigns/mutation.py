@@ -10,8 +10,9 @@ when the memory after the launch differs, or when there is a new warning.
 It prints the full record (every deletion that was not caught, with its reason) and, with --write, replaces the case's
 summary in results/mutation.json. A wait that never had to wait under any of the seven schedules is no mutant: deleting
 it changes nothing that these runs could show. A person writes the reason of each deletion that is not caught into
-results/mutation_reasons.json: {case: {PTX text, or "PTX text @ line": reason}}. A reason begins with "redundant" or
-with "blind spot"; the catch rate of a class leaves the redundant deletions out.
+results/mutation_reasons.json: {case: {PTX text, or "PTX text #n of m": reason}}; "#n of m" is the n-th of the
+kernel's m instructions with this text (a line number would move with any change of the kernel). A reason begins with
+"redundant" or with "blind spot"; the catch rate of a class leaves the redundant deletions out.
 
 At the end all deletions that were not caught are made together. If the result is still not caught, none of these
 instructions stands in for another: instructions whose deletion is caught provide the same order.
@@ -73,6 +74,7 @@ class Site:
     line: int
     opcode: str
     text: str
+    place: str = ""  # "n of m": the n-th of the kernel's m instructions with this text
 
 
 @dataclass
@@ -166,15 +168,18 @@ class MutationTest:
         """The synchronisation instructions that the replays executed; `waited` tells which waits ever blocked."""
         kernel = program_of(self.recording.ptx).kernel(self.recording.kernel)
         seen: set[tuple[int, str]] = set()
-        for instruction in kernel.instructions:
+        texts = [" ".join(instruction.text.split()) for instruction in kernel.instructions]
+        counts, found = Counter(texts), Counter[str]()
+        for instruction, text in zip(kernel.instructions, texts, strict=True):
+            found[text] += 1
             key = (instruction.line, instruction.opcode)
             if key in seen or not self.executed[instruction.line]:
                 continue
             seen.add(key)
             for name, pattern in CLASSES.items():
                 if re.match(pattern, instruction.opcode):
-                    text = " ".join(instruction.text.split())
-                    yield Site(name, instruction.line, instruction.opcode, text)
+                    place = f"{found[text]} of {counts[text]}"
+                    yield Site(name, instruction.line, instruction.opcode, text, place)
                     break
 
     def waited(self, site: Site) -> bool:
@@ -257,25 +262,25 @@ def unexplained(result: Result, reasons: dict[str, str]) -> list[Site]:
 
 
 def reasons_for(case: str) -> dict[str, str]:
-    """PTX text, or "PTX text @ line" -> why the deletion of this instruction is not caught."""
+    """PTX text, or "PTX text #n of m" -> why the deletion of this instruction is not caught."""
     return summaries.read("mutation_reasons").get(case, {})
 
 
 def reason_of(site: Site, reasons: dict[str, str]) -> str:
-    """The reason for this instruction on this line, else for its text, else NOT_ANALYSED."""
-    return reasons.get(f"{site.text} @ {site.line}") or reasons.get(site.text, NOT_ANALYSED)
+    """The reason for this instruction among those of its text, else for its text, else NOT_ANALYSED."""
+    return reasons.get(f"{site.text} #{site.place}") or reasons.get(site.text, NOT_ANALYSED)
 
 
 def redundant_of(text: str, count: int, reasons: dict[str, str]) -> int:
     """How many of `count` uncaught deletions of this text have a reason that calls them redundant.
 
-    A reason for the text without a line covers all of them; else every deletion needs a reason for its line.
+    A reason for the text without a place covers all of them; else every deletion needs a reason for its place.
     """
     if text in reasons:
         return count * reasons[text].startswith(REDUNDANT)
-    by_line = [reason for key, reason in reasons.items() if key.startswith(f"{text} @ ")]
-    assert len(by_line) == count, f"{count} deletions of {text!r} are not caught, {len(by_line)} have reasons"
-    return sum(reason.startswith(REDUNDANT) for reason in by_line)
+    by_place = [reason for key, reason in reasons.items() if key.startswith(f"{text} #")]
+    assert len(by_place) == count, f"{count} deletions of {text!r} are not caught, {len(by_place)} have reasons"
+    return sum(reason.startswith(REDUNDANT) for reason in by_place)
 
 
 def readable(result: Result, reasons: dict[str, str]) -> str:
@@ -301,7 +306,8 @@ def readable(result: Result, reasons: dict[str, str]) -> str:
     ]
     for outcome in result.missed():
         site = outcome.site
-        lines.append(f"- line {site.line} ({site.class_name}): `{site.text}` — {reason_of(site, reasons)}")
+        where = f"line {site.line}, {site.place}"
+        lines.append(f"- {where} ({site.class_name}): `{site.text}` — {reason_of(site, reasons)}")
     if result.missed():
         lines += ["", f"All of them deleted at once: {document['all of them deleted at once']}."]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 from cuda.bindings import runtime
 
@@ -18,13 +17,12 @@ class TransferEngine(transfer_engine.TransferEngine):
         copy(address_of(block), address, length)
         return memoryview(block)
 
-    def write(self, address: int, length: int, fill: Callable[[memoryview], None]) -> None:
-        if not is_on_device(address):
-            super().write(address, length, fill)
-            return
-        block = bytearray(length)
-        fill(memoryview(block))
-        copy(address, address_of(block), length)
+    def place(self, address: int, length: int) -> memoryview:
+        return memoryview(bytearray(length)) if is_on_device(address) else super().place(address, length)
+
+    def arrived(self, address: int, block: memoryview) -> None:
+        if is_on_device(address):
+            copy(address, address_of(block.obj), len(block))
 
 
 def address_of(block: bytearray) -> int:

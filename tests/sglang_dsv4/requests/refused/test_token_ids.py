@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_dsv4.requests.refused import token_ids
 from sglang_dsv4.seam import live
@@ -16,10 +17,37 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
         input_embeds=None,
         vocab_size=1024,
         sampling_params=SimpleNamespace(
-            stop_token_ids=stop, sampling_seed=None, top_k=50, min_p=0.0, stop_regex_strs=[]
+            stop_token_ids=stop, sampling_seed=None, top_k=50, min_p=0.0, n=1, stop_regex_strs=[]
         ),
-        logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
+        logprob=SimpleNamespace(top_logprobs_num=top_logprobs, token_ids_logprob=None),
     )
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a server that answers alone."""
+    monkeypatch.setattr(token_ids, "transfers", lambda: False)
+
+
+def test_what_does_not_travel_with_the_first_token_gets_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More top log-probabilities than SGLang's buffers hold ended the prefill server; those of chosen tokens were left
+    out for the first token; the answers of one request shared a transfer."""
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    assert MetadataBuffers(1, 16, torch.float32, 1).output_top_logprobs_val.shape == (1, 128)
+    monkeypatch.setattr(live, "_live", object())
+    many, few, chosen = request_of([5], top_logprobs=129), request_of([5], top_logprobs=128), request_of([5])
+    chosen.logprob.token_ids_logprob = [1, 2]
+    several = request_of([5])
+    several.sampling_params.n = 2
+    assert [token_ids.refuse_unknown_token_ids(None, one) for one in (many, few, chosen, several)] == [None] * 4  # type: ignore[arg-type]
+    monkeypatch.setattr(token_ids, "transfers", lambda: True)
+    reasons = [token_ids.refuse_unknown_token_ids(None, one) for one in (many, few, chosen, several)]  # type: ignore[arg-type]
+    assert reasons[1] is None
+    assert "top_logprobs_num is 129; with --disaggregation-mode it is at most 128" in reasons[0]
+    assert "token_ids_logprob is not supported with --disaggregation-mode" in reasons[2]
+    assert many.logprob.top_logprobs_num == 128
+    assert "n is 2; with --disaggregation-mode it is 1" in reasons[3]
 
 
 @pytest.mark.parametrize(

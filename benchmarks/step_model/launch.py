@@ -1,0 +1,82 @@
+"""Time of one launch from counts of its work: the one formula of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from step_model.hardware import FLIGHT_US, L2_CLOCKS, Gpu
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Counts of one launch. "Busiest" is the multiprocessor with the most work."""
+
+    name: str
+    ctas: int = 1
+    """CTAs that run at once."""
+    memory: float = 0.0
+    """Bytes between memory and L2."""
+    waves: float = 1.0
+    """Waves of CTAs, if the GPU starts a CTA when another one ends."""
+    l2: float = 0.0
+    """Bytes between L2 and all multiprocessors."""
+    busiest: float = 0.0
+    """Bytes from L2 into the busiest multiprocessor."""
+    in_flight: float = float("inf")
+    """Bytes that the busiest multiprocessor has asked for at a time."""
+    clocks: dict[str, float] = field(default_factory=dict)
+    """Unit -> clocks of the busiest multiprocessor."""
+    chain: float = 0.0
+    """Clocks of dependent work that no other work of the launch covers: before its first bytes, after its last."""
+    instructions: float = 0.0
+    """Instructions of a warp one after the other, of the warp with the longest such sequence."""
+    from_memory: float = 1
+    """Loads from memory one after the other before the stream of bytes."""
+    from_l2: float = 0
+    """Loads from L2 one after the other, before or after the stream."""
+    ahead: float = 0.0
+    """Share of the stream that the launch asks for before the launch before has ended, if it begins early."""
+    crossings: float = 0
+    """Stores to another GPU and their arrival, one after the other."""
+    link: float = 0.0
+    """Bytes that leave this GPU."""
+
+
+def parts_us(launch: Launch, gpu: Gpu, early: bool) -> dict[str, float]:
+    """Return the terms of a launch's time in microseconds; the terms of `STREAM` overlap each other."""
+    f, clocks_us = gpu.fitted, gpu.clock(launch.ctas)
+    memory_loads = 0 if early and launch.ahead else launch.from_memory
+    terms = {
+        "gap": f.gap_us,
+        "latency": memory_loads * f.dram_us + launch.from_l2 * L2_CLOCKS / clocks_us + launch.crossings * f.peer_us,
+        "chain": (launch.chain + launch.instructions * f.issue_clocks) / clocks_us,
+        "memory": launch.memory / gpu.memory_us(launch.waves),
+        "l2": launch.l2 / gpu.l2_us(launch.ctas),
+        "busiest": launch.busiest / (f.l2_clock_bytes * clocks_us),
+        "in flight": launch.busiest / launch.in_flight * FLIGHT_US,
+        "link": launch.link / (gpu.link_bytes_us * f.link_share),
+    }
+    return terms | {unit: clocks / clocks_us for unit, clocks in launch.clocks.items()}
+
+
+ONE_AFTER_THE_OTHER = ("gap", "latency", "chain")
+
+
+def time_us(launch: Launch, gpu: Gpu, early: bool = True, idle_us: float = 0.0) -> float:
+    """Return the microseconds from the end of the launch before to the end of this one.
+
+    Args:
+        launch, gpu: counts, and rates.
+        early: whether dependent launch is on.
+        idle_us: time for which the launch before leaves the units of this launch's stream idle.
+    """
+    terms = parts_us(launch, gpu, early)
+    stream = max(us for name, us in terms.items() if name not in ONE_AFTER_THE_OTHER)
+    stream -= min(idle_us, launch.ahead * stream) if early else 0.0
+    return sum(terms[name] for name in ONE_AFTER_THE_OTHER) + stream
+
+
+def bound_by(launch: Launch, gpu: Gpu, early: bool = True) -> str:
+    """Return the largest term's name."""
+    terms = parts_us(launch, gpu, early)
+    return max(terms, key=terms.__getitem__)

@@ -1,0 +1,109 @@
+"""Counts of row kernels, of boundaries between sublayers, and of sums over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dsv4_kernels.host.mailboxes import CLUSTER
+from dsv4_kernels.hyper_connection.gpu import MOST_TOKENS
+from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS
+from step_model.attention import CLUSTERS
+from step_model.hardware import Gpu
+from step_model.launch import Launch
+
+
+@dataclass(frozen=True)
+class RowKernel:
+    """Counts of a row kernel for a token."""
+
+    instructions: float
+    """PTX instructions of a warp that has a whole token or row, as the emulator executes them."""
+    loads: int
+    """Loads from L2 one after the other."""
+    num_bytes: float
+    """Bytes read and written a token, with V4-Flash's widths."""
+
+
+ROW_KERNELS = {
+    "rms_norm_fp8": RowKernel(900, 1, 7.2e3),
+    "index_query": RowKernel(650, 2, 12.4e3),
+    "norm_rope_store": RowKernel(440, 2, 24e3),
+    "apply_rope_in_place": RowKernel(644, 2, 2.4e3),
+    "fp8_quantise": RowKernel(167, 1, 12.4e3),
+    "route_topk_logits": RowKernel(1027, 1, 2.1e3),
+    "swiglu_fp8": RowKernel(613, 1, 10.3e3),
+    "compress_store": RowKernel(900, 3, 24e3),
+    "fused_swiglu": RowKernel(491, 1, 24.6e3),
+}
+BOUNDARY_INSTRUCTIONS = {1: 4279, 2: 4731, 4: 5596, 8: 7326}
+"""PTX instructions of a warp of a boundary by the tokens of its group; with 8 by the step from 2 to 4."""
+MOST_BYTES = {2: 8 << 20, 4: 4 << 20, 8: 1 << 20}
+"""The largest part that our kernel sums, by ranks (sglang_dsv4/layers/peer_sums.py); NCCL sums larger ones."""
+RING_CTAS = 32
+
+
+def row_kernel(name: str, tokens: int, gpu: Gpu, widths: float = 1.0) -> Launch:
+    """Return the counts of a row kernel; `widths` multiplies its bytes."""
+    kernel = ROW_KERNELS[name]
+    num_bytes = kernel.num_bytes * tokens * widths
+    return Launch(
+        name,
+        ctas=min(gpu.multiprocessors, -(-tokens // 2)),
+        l2=num_bytes,
+        instructions=kernel.instructions,
+        from_memory=0,
+        from_l2=kernel.loads,
+        waves=tokens,
+    )
+
+
+def boundary(name: str, tokens: int, dim: int, gpu: Gpu) -> Launch:
+    """Return the counts of `hc_boundary` (kernels/hyper_connection).
+
+    A cluster of eight CTAs reads fn, from memory once and from L2 for every group of tokens; clusters beyond those that
+    find a multiprocessor for each CTA share multiprocessors. With many tokens persistent clusters keep fn.
+    """
+    of_group = next((n for n, most in MOST_TOKENS.items() if tokens <= most), 8)
+    groups = -(-tokens // of_group)
+    at_once = CLUSTERS[CLUSTER]
+    keeps = tokens > MOST_TOKENS[8] and dim <= 4096
+    rounds = -(-groups // at_once)
+    fn = PRE_ROWS * STREAMS * dim * 4
+    rows = tokens * dim * (2 + 2 * STREAMS * 2 + 3)
+    reads = min(groups, at_once) if keeps else groups
+    return Launch(
+        name,
+        ctas=min(groups * CLUSTER, gpu.multiprocessors),
+        memory=fn,
+        l2=reads * fn + rows,
+        busiest=(1 if keeps else rounds) * fn / CLUSTER + rows / (min(groups, at_once) * CLUSTER),
+        instructions=BOUNDARY_INSTRUCTIONS[of_group] * (rounds / 2 if keeps else 1),
+        from_memory=1,
+        from_l2=2,
+        ahead=1.0 if tokens <= 16 else 0.5,
+        waves=rounds,
+    )
+
+
+def sum_over_ranks(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> Launch:
+    """Return the counts of a sum of rows in bf16: `all_reduce` (kernels/all_reduce), or NCCL's ring for large ones."""
+    num_bytes = tokens * dim * 2
+    if num_bytes > MOST_BYTES[ranks]:
+        moved = num_bytes * 2 * (ranks - 1) / ranks
+        return Launch(name, ctas=RING_CTAS, l2=2 * moved, crossings=2 * (ranks - 1), link=moved, from_memory=0)
+    return Launch(
+        name,
+        l2=num_bytes * (2 * ranks + 2),
+        instructions=150,
+        from_memory=0,
+        from_l2=1,
+        crossings=1,
+        link=num_bytes * (ranks - 1),
+        ctas=min(128, -(-num_bytes // 2048)),
+    )
+
+
+def boundary_of_parts(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> Launch:
+    """Return the counts of `hc_boundary_of_parts`: a boundary whose first rows cross the link."""
+    alone, parts = boundary(name, tokens, dim, gpu), sum_over_ranks(name, tokens, dim, ranks, gpu)
+    return replace(alone, crossings=1, link=parts.link, l2=alone.l2 + parts.l2)

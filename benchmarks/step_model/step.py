@@ -1,0 +1,213 @@
+"""The launches of a forward, layer by layer, and its time (docs/log/decode_step.md lists them)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lib.experts_inputs import MODELS, Model
+
+from dsv4_kernels.moe.sm90.plan import NARROW
+from step_model import attention, blackwell, experts, index, products, rows
+from step_model.hardware import Gpu
+from step_model.launch import Launch, bound_by, time_us
+
+SIDE_TOKENS = 32
+"""Most tokens of a forward with a second stream. Joint launches, of up to 16 tokens, are counted as two streams."""
+FP8_WO_A_TOKENS = 16
+"""Most tokens of a forward whose `wo_a` is multiplied from FP8 on Hopper."""
+FEW_HEADS = 16
+OTHER_LAUNCHES, OTHER_US = 30, 2.5
+"""Launches of a step besides its layers' and the logits: embedding, metadata, marks, sampling; mostly PyTorch's."""
+ROOM = 131_072
+"""Tokens of context for which a graph's page tables have room."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """Dimensions of a released model that decide the work of a step."""
+
+    name: str
+    dim: int
+    heads: int
+    q_lora: int
+    top_k: int
+    layers: tuple[int, ...]
+    """Compression ratio of each layer: 0, 4, or 128."""
+    groups: int
+    """Output groups of `wo_a`, each of 1,024 rows and heads / groups heads."""
+    vocabulary: int = 129_280
+
+    @property
+    def experts(self) -> Model:
+        """Return the dimensions of the experts on one GPU."""
+        return MODELS[self.name]
+
+
+FLASH = Released("flash", 4096, 64, 1024, 512, (0, 0, *(4, 128) * 20, 4), 8)
+PRO = Released("pro", 7168, 128, 1536, 1024, (128, 128, *(4, 128) * 29, 4), 16)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward to predict."""
+
+    model: Released
+    tokens: int
+    context: int
+    ranks: int = 1
+    prefill: bool = False
+    parts: bool = True
+    """Whether boundaries sum over ranks."""
+    of_few: bool = True
+    """Whether few tokens have the kernels of 2026-11-27: scores, attention and `wo_a` of few tokens, experts of one."""
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Return the compression ratio of each layer."""
+        return self.model.layers
+
+
+def product(name: str, tokens: int, n: int, k: int, gpu: Gpu) -> list[Launch]:
+    """Return the launches of an FP8 product of any number of tokens."""
+    if not gpu.is_hopper:
+        return [products.fp8_by_tcgen05(name, tokens, n, k, gpu)]
+    if tokens <= 128:
+        return [products.fp8_hopper(name, tokens, n, k, gpu)]
+    return [products.deepgemm_hopper(name, tokens, n, k, gpu)]
+
+
+def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> tuple[list[Launch], list[Launch]]:
+    """Return the launches of the main and of the second stream, from the boundary before to `wo_b`."""
+    m, t = f.model, f.tokens
+    heads, groups = m.heads // f.ranks, max(1, m.groups // f.ranks)
+    kind = {0: "swa", 4: f"csa{m.top_k}", 128: "hca"}[ratio]
+    main = [
+        *product("wqkv_a", t, m.q_lora + 512, m.dim, gpu),
+        rows.row_kernel("rms_norm_fp8", t, gpu, m.q_lora / 1024),
+        *product("wq_b", t, heads * 512, m.q_lora, gpu),
+        rows.row_kernel("norm_rope_store", t, gpu, (heads + 1) / 9),
+    ]
+    side: list[Launch] = []
+    if ratio:
+        side += [
+            products.in_fp32("projections", t, 2624 if ratio == 4 else 1024, gpu, channels=m.dim),
+            rows.row_kernel("compress_store", t, gpu),
+        ]
+    if ratio == 4:
+        side += product("index wq_b", t, 8192, m.q_lora, gpu)
+        side.append(rows.row_kernel("index_query", t, gpu, 4))
+        side += index_launches(f, gpu)
+    after: list[Launch] = []
+    if gpu.is_hopper and heads <= FEW_HEADS and not f.prefill:
+        after.append(attention.few_heads("attention", kind, f.context, t, heads, gpu, f.of_few))
+    elif gpu.is_hopper:
+        unpacked = f.prefill  # FP8 rows of a large chunk are expanded once
+        after.append(attention.many_heads("attention", kind, f.context, t, heads, gpu, not unpacked, f.prefill))
+    else:
+        after.append(blackwell.attention("attention", kind, f.context, t, heads, gpu, f.prefill))
+    if gpu.is_hopper and t <= FP8_WO_A_TOKENS:
+        after.append(products.wo_a_hopper("wo_a", t, groups, gpu, may_reside=f.of_few))
+    else:
+        after += [
+            rows.row_kernel("apply_rope_in_place", t, gpu, heads / 8),
+            products.in_fp32("wo_a", t, 1024, gpu, groups, heads * 512 // groups),
+            rows.row_kernel("fp8_quantise", t, gpu, groups / 4),
+        ]
+    after += product("wo_b", t, m.dim, groups * 1024, gpu)
+    return [*main, *after], side
+
+
+def index_launches(f: Forward, gpu: Gpu) -> list[Launch]:
+    """Return the launches of scores and choice; none if all entries of the requests are chosen."""
+    t, entries = f.tokens, f.context // 4
+    if entries <= f.model.top_k:
+        return []
+    if not f.prefill:
+        return [index.scores("scores", t, entries, ROOM // 4, gpu, f.of_few), index.choice("choice", t, entries, gpu)]
+    seen = [max(0.0, (f.context - t + i) / 4) for i in range(0, t, 64)]
+    pairs = 64 * sum(n for n in seen if n > f.model.top_k)
+    scores = index.scores_of_chunk("scores", pairs, gpu)
+    return [scores, index.choice("choice", t, sum(seen) / len(seen), gpu)]
+
+
+def experts_sublayer(f: Forward, gpu: Gpu) -> tuple[list[Launch], list[Launch]]:
+    """Return the launches of the main and of the second stream, from the gate to the sum of the experts."""
+    m, t = f.model, f.tokens
+    model = Model(m.experts.experts, m.dim, m.experts.channels // f.ranks)
+    slots = experts.slots_of_experts(model, t, "uniform")
+    main = [
+        products.in_fp32("gate", t, model.experts, gpu, channels=m.dim),
+        rows.row_kernel("route_topk_logits", t, gpu),
+    ]
+    if gpu.is_hopper:
+        shape = NARROW if t == 1 and not f.of_few else None
+        main += experts.calls(model, slots, t, gpu, codes=t <= SIDE_TOKENS, shape=shape)
+    else:
+        main += blackwell.experts(model, slots, t, gpu)
+    side = [
+        *product("shared gate and up", t, 2 * model.channels, m.dim, gpu),
+        rows.row_kernel("swiglu_fp8", t, gpu, model.channels / 2048),
+        *product("shared down", t, m.dim, model.channels, gpu),
+    ]
+    return main, side
+
+
+def boundaries(f: Forward, gpu: Gpu) -> list[Launch]:
+    """Return the launches that end a sublayer."""
+    m, t = f.model, f.tokens
+    if f.ranks == 1:
+        return [rows.boundary("boundary", t, m.dim, gpu)]
+    if f.parts and t <= 64:
+        return [rows.boundary_of_parts("boundary", t, m.dim, f.ranks, gpu)]
+    summed = rows.sum_over_ranks("sum over ranks", t, m.dim, f.ranks, gpu)
+    return [summed, rows.boundary("boundary", t, m.dim, gpu)]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Microseconds of a forward."""
+
+    us: float
+    by_launch: dict[str, float]
+    """Name of a launch -> microseconds in the whole forward, launches of a second stream included."""
+    floor_us: float
+    """Bytes of memory over the published bandwidth, or products over the published rate, summed over launches."""
+    by_floor: dict[str, float]
+    bounds: dict[str, str]
+    """Name of a launch -> the largest term of its time."""
+
+
+def predict(f: Forward, gpu: Gpu) -> Prediction:
+    """Return the time of a forward."""
+    early = f.tokens <= 512
+    total, by_launch, by_floor, bounds = 0.0, {}, {}, {}
+
+    def add(launches: list[Launch], times: int) -> float:
+        us, idle = 0.0, 0.0
+        for launch in launches:
+            alone = time_us(launch, gpu, early, idle)
+            us += alone
+            idle = alone if launch.memory == 0 else 0.0  # what the next launch may load ahead
+            by_launch[launch.name] = by_launch.get(launch.name, 0.0) + times * alone
+            bounds[launch.name] = bound_by(launch, gpu, early)
+            by_floor[launch.name] = by_floor.get(launch.name, 0.0) + times * floor_us(launch, gpu)
+        return us
+
+    for ratio in sorted(set(f.kinds)):
+        times = f.kinds.count(ratio)
+        for main, side in (attention_sublayer(f, ratio, gpu), experts_sublayer(f, gpu)):
+            spans = add(main, times), add(side, times)
+            beside = f.tokens <= SIDE_TOKENS and not f.prefill
+            total += times * (max(spans) if beside else sum(spans))
+            total += times * add(boundaries(f, gpu), times)
+    wanted = 1 if f.prefill else f.tokens
+    logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)
+    total += add([logits], 1) + OTHER_LAUNCHES * OTHER_US
+    by_launch["others"] = OTHER_LAUNCHES * OTHER_US
+    return Prediction(total, by_launch, sum(by_floor.values()), by_floor, bounds)
+
+
+def floor_us(launch: Launch, gpu: Gpu) -> float:
+    """Return the least time of a launch: its bytes at the published bandwidths, or its products."""
+    tensor = launch.clocks.get("tensor", launch.clocks.get("floor", 0.0)) * launch.ctas / gpu.multiprocessors
+    return max(launch.memory / gpu.memory_bytes_us, launch.link / gpu.link_bytes_us, tensor / gpu.clocks_us)

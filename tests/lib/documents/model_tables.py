@@ -1,0 +1,104 @@
+"""Tables of the model of time, from `benchmarks/results/step_model.json`."""
+
+from __future__ import annotations
+
+from documents.results import load, markdown, whole
+
+RANKS = (1, 4, 8)
+
+
+def errors() -> str:
+    """Errors of the model on H200s: a row for each kind of kernel."""
+    document = load("step_model")
+    rows = []
+    for which, families in document["errors"].items():
+        for name, found in families.items():
+            worst = f"{found['worst']:.0%} ({found['worst_case']})"
+            use = which.replace("_", " ")
+            rows.append((name, use, str(found["cases"]), f"{found['mean']:.1%}", f"{found['bias']:.2f}", worst))
+    for name, key in (("all that were held out", "held_out"), ("steps", "steps")):
+        found = document[key]
+        worst = f"{found['worst']:.0%} ({found['worst_case']})"
+        rows.append((f"**{name}**", "", str(found["cases"]), f"{found['mean']:.1%}", f"{found['bias']:.2f}", worst))
+    return markdown(("", "", "cases", "mean error", "predicted / measured", "worst"), rows)
+
+
+def steps() -> str:
+    """Predicted milliseconds of a forward on B200, and the sum of its launches' floors."""
+    predictions = [row for row in load("step_model")["predictions"] if row["gpu"] == "B200"]
+    kinds = sorted({(row["prefill"], row["tokens"]) for row in predictions})
+
+    def cells(model: str, prefill: bool, tokens: int) -> list[str]:
+        found = {
+            row["ranks"]: f"{row['ms']:,.1f} ({row['floor_ms']:,.1f})"
+            for row in predictions
+            if (row["model"], row["prefill"], row["tokens"]) == (model, prefill, tokens)
+        }
+        return [found[ranks] for ranks in RANKS]
+
+    rows = []
+    for prefill, tokens in kinds:
+        name = f"chunk of {whole(tokens)}" if prefill else f"{tokens} request{'s' * (tokens > 1)}"
+        rows.append((name, *cells("flash", prefill, tokens), *cells("pro", prefill, tokens)))
+    head = [f"{model}, {ranks} GPU{'s' * (ranks > 1)}" for model in ("Flash", "Pro") for ranks in RANKS]
+    return markdown(("B200, ms", *head), rows)
+
+
+def published() -> str:
+    """Steps that others have published, and the model's."""
+    document = load("step_model")
+    rows = []
+    for entry in document["published"]:
+        count, _, gpu = entry["gpus"].rpartition(" x ")
+        of_ours = [
+            f"{row['ms']:.1f} ({row['ranks']})"
+            for row in document["predictions"]
+            if (row["gpu"], row["model"], row["tokens"], row["prefill"])
+            == (gpu, entry["model"], entry["requests"], False)
+            and (not count or row["ranks"] == int(count))
+        ]
+        theirs = " to ".join(f"{ms:.1f}" for ms in entry["ms"])
+        rows.append(
+            (
+                entry["by"],
+                f"{entry['model'].title()}, {entry['gpus']}",
+                str(entry["requests"]),
+                theirs,
+                ", ".join(of_ours),
+            )
+        )
+    return markdown(("", "", "requests", "published, ms", "modelled, ms (GPUs)"), rows)
+
+
+def worst(key: str = "flash, 4 GPUs") -> str:
+    """Launches of a decode step of 64 requests far above their floor."""
+    rows = load("step_model")["worst_of_64_requests"][key]
+    return markdown(
+        ("launch", "us a step", "floor, us", "largest term"),
+        ((row["launch"], whole(row["us"]), whole(row["floor_us"]), row["largest_term"]) for row in rows),
+    )
+
+
+def few_heads() -> str:
+    """Time of attention with a plan for few heads over today's, on a B200."""
+    cases = load("step_model")["what_if"]["few_heads"]
+    tokens = sorted({case["tokens"] for case in cases})
+    kinds = list(dict.fromkeys((case["kind"], case["context"], case["heads"]) for case in cases))
+    rows = []
+    for kind, context, heads in kinds:
+        found = {
+            case["tokens"]: case["few_heads"]
+            for case in cases
+            if (case["kind"], case["context"], case["heads"]) == (kind, context, heads)
+        }
+        rows.append((f"{kind}, context {whole(context)}, {heads} heads", *(f"{found[n]:.2f}" for n in tokens)))
+    return markdown(("tokens", *map(whole, tokens)), rows)
+
+
+def narrow_tiles() -> str:
+    """FP8 products of 64 tokens on a B200: today and with narrow tiles."""
+    rows = load("step_model")["what_if"]["narrow_tiles"]
+    return markdown(
+        ("", "CTAs", "us", "with tiles of 32 rows"),
+        ((row["product"], str(row["ctas"]), f"{row['us']:.1f}", f"{row['narrow_us']:.1f}") for row in rows),
+    )

@@ -1,0 +1,449 @@
+"""A random trace of requests through router, prefill server and decode server, with aborts and kills.
+
+    PYTHONPATH=tests/lib python -m serving.pd_trace [--requests 5000] [--seed 1] [--kills 6] [--out FILE.json]
+
+One server answers every case alone first. In the trace each answer must have its bits: tokens and log-probabilities;
+what an aborted request has answered must be a beginning of them. In the end both servers must be idle and hold nothing:
+rooms, request slots, pages, rows of metadata. Needs `sglang-router` (the version of `cpu.quickstart_pd.ROUTER`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import requests
+from serving import transfer_rooms
+from serving.pair import ENV, HOST, words_of
+from serving.server import READY_TIMEOUT_S, SLEEP_ON_IDLE, TAILS, Server, free_port, is_ready, start, stop, wait_until
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+
+FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
+DECODE = ("--disaggregation-decode-enable-radix-cache",)
+PATIENCE = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60"}
+PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
+# The router must find a server that has come back at once, and may not ask again for what a test has aborted. Checks of
+# a server's health are requests, too, which would be held in the end.
+ROUTER_FLAGS = ("--disable-circuit-breaker", "--disable-retries", "--health-check-interval-secs", "86400")
+ROUTER_FLAGS += ("--health-failure-threshold", "100000", "--policy", "round_robin", "--log-level", "warn")
+LENGTHS = (1, 2, 5, 40, *(end + by for end in (128, 256, 512, 768) for by in (-1, 0, 1)), 300, 900, 1030)
+LONG = "too long"
+REFUSED: dict[str, dict[str, Any]] = {
+    "a token that is not in the vocabulary": {"input_ids": [5, 100_000]},
+    LONG: {},
+    "two answers": {"sampling_params": {"n": 2, "max_new_tokens": 4}},
+    "many log-probabilities": {"top_logprobs_num": 500},
+}
+TIMEOUT_S = 240
+AT_ONCE = 20
+
+
+class Case(NamedTuple):
+    """A prompt and how it is sampled."""
+
+    prompt: tuple[int, ...]
+    sampling: tuple[tuple[str, Any], ...]
+
+    def body(self, rid: str, stream: bool) -> dict[str, Any]:
+        sampling = {"temperature": 0, "ignore_eos": True, **dict(self.sampling)}
+        body = {"input_ids": list(self.prompt), "sampling_params": sampling, "return_logprob": True}
+        return {**body, "rid": rid, "stream": stream}
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str  # why it has ended: length, stop, abort
+
+    def begins(self, whole: Answer) -> bool:
+        count = len(self.tokens)
+        return self.tokens == whole.tokens[:count] and self.logprobs == whole.logprobs[: len(self.logprobs)]
+
+
+def answer_of(result: dict[str, Any]) -> Answer:
+    meta = result["meta_info"]
+    # The router reads and writes numbers with an error in the last bit of 64; a server's have 32.
+    logprobs = [float(numpy.float32(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
+    return Answer(result["output_ids"], logprobs, (meta["finish_reason"] or {"type": "none"})["type"])
+
+
+@dataclass
+class Report:
+    """Outcomes of the requests by name, and the wrong ones."""
+
+    outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, outcome: str, wrong: str | None = None) -> None:
+        with self.lock:
+            self.outcomes[outcome] += 1
+            if wrong is not None:
+                self.wrong.append(wrong)
+
+    @property
+    def done(self) -> int:
+        return sum(self.outcomes.values())
+
+
+# ---- cases
+
+
+def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(10, 990) for _ in range(count))
+
+
+def drawn_sampling(rng: random.Random) -> tuple[tuple[str, Any], ...]:
+    tokens = ("max_new_tokens", rng.choice((1, 2, 4, 8, 16)))
+    kind = rng.random()
+    if kind < 0.6:
+        return (tokens,)
+    if kind < 0.8:
+        return (tokens, ("temperature", 0.8), ("sampling_seed", rng.randrange(1000)))
+    if kind < 0.9:
+        return (tokens, ("frequency_penalty", 0.5), ("repetition_penalty", 1.1))
+    return (tokens, ("presence_penalty", 1.5))
+
+
+def ask(url: str, case: Case, rid: str) -> Answer:
+    response = requests.post(f"{url}/generate", json=case.body(rid, False), timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return answer_of(response.json())
+
+
+def answered_cases(one: Server, rng: random.Random, singles: int, conversations: int) -> dict[Case, Answer]:
+    """Return cases with the answers of one server: single prompts, and conversations of three turns, some of which stop
+    at a token that the answer has at a place from the first to the last."""
+
+    def answered(case: Case) -> Answer:
+        return ask(one.url, case, f"one-{random.random()}")
+
+    def single(seed: int) -> list[tuple[Case, Answer]]:
+        own = random.Random(seed)
+        case = Case(drawn(own, own.choice(LENGTHS)), drawn_sampling(own))
+        found = [(case, answered(case))]
+        if own.random() < 0.2:
+            case = case._replace(sampling=(*case.sampling, ("stop_token_ids", (own.choice(found[0][1].tokens),))))
+            found.append((case, answered(case)))
+        return found
+
+    def conversation(seed: int) -> list[tuple[Case, Answer]]:
+        own, found = random.Random(seed), []
+        prompt = drawn(own, own.choice((200, 300, 500)))
+        for _ in range(3):
+            case = Case(prompt, (("max_new_tokens", own.choice((20, 40, 80))),))
+            found.append((case, answered(case)))
+            prompt = (*prompt, *found[-1][1].tokens, *drawn(own, own.choice((5, 60, 150))))
+        return found
+
+    works = [single] * singles + [conversation] * conversations
+    rng.shuffle(works)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda work, seed: work(seed), works, range(len(works))))
+    return dict(itertools.chain(*found))
+
+
+# ---- servers
+
+
+@contextmanager
+def server_at(port: int, checkpoint: Path, log: Path, flags: tuple[str, ...], env: dict[str, str]) -> Iterator[Server]:
+    begin = time.monotonic()
+    process, _ = start(checkpoint, log, (*flags, "--port", str(port)), env, from_command=False)
+    try:
+        while not is_ready(port):
+            assert process.poll() is None and time.monotonic() - begin < READY_TIMEOUT_S, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield Server(port, log, process, time.monotonic() - begin)
+    finally:
+        stop(process)
+
+
+class Sides:
+    """The two servers, at ports that stay the same when a server is started again, and the router."""
+
+    def __init__(self, stack: ExitStack, checkpoint: Path, folder: Path, flags: tuple[str, ...]) -> None:
+        self._stack, self._checkpoint, self._folder, self._flags = stack, checkpoint, folder, flags
+        self._env = ENV | TAILS | PATIENCE | transfer_rooms.install(folder / "rooms")
+        self._bootstrap, self._starts = free_port(), itertools.count()
+        self._ports = {"prefill": free_port(), "decode": free_port()}
+        self.servers: dict[str, Server] = {}
+        with ThreadPoolExecutor(2) as starting:
+            list(starting.map(self.start, self._ports))
+        self.router = self._start_router()
+
+    def start(self, side: str) -> None:
+        flags = (*words_of(side, self._bootstrap), *FLAGS, *self._flags, *(DECODE if side == "decode" else ()))
+        log = self._folder / f"{side}-{next(self._starts)}"
+        server = server_at(self._ports[side], self._checkpoint, log, flags, self._env)
+        self.servers[side] = self._stack.enter_context(server)
+
+    def kill(self, side: str) -> None:
+        """End all processes of a server at once, as an out-of-memory killer does."""
+        os.killpg(self.servers[side].process.pid, signal.SIGKILL)
+
+    def held(self) -> dict[str, dict[str, int]]:
+        """Return what each side holds for requests, by name."""
+        return {side: transfer_rooms.counts(self._folder / "rooms", side) for side in self._ports}
+
+    def _start_router(self) -> str:
+        port, log = free_port(), (self._folder / "router").open("wb")
+        prefill, decode = (f"http://{HOST}:{port}" for port in self._ports.values())
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *ROUTER_FLAGS]
+        command += ["--prefill", prefill, str(self._bootstrap), "--decode", decode]
+        command += ["--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        self._stack.callback(stop, process)
+        wait_until(lambda: is_ready(port))
+        return f"http://{HOST}:{port}"
+
+
+# ---- the trace
+
+
+class Trace:
+    """Requests of a random trace, each compared with one server's answer."""
+
+    def __init__(self, sides: Sides, answers: dict[Case, Answer], seed: int) -> None:
+        self._sides, self._answers, self._cases = sides, answers, list(answers)
+        self._rng, self.report = random.Random(seed), Report()
+        # An error of a request that ran while a server died, or was dead, is expected.
+        self._deaths, self._one_is_dead = 0, False
+
+    def run(self, count: int, kills: int) -> None:
+        """Send `count` requests, and kill a server in between, prefill and decode in turns."""
+        per_part = count // (kills + 1)
+        for part in range(kills + 1):
+            last = part == kills
+            requests_of_part = [
+                self._draw(f"{part}-{i}") for i in range(count - per_part * kills if last else per_part)
+            ]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                begun = [pool.submit(*request) for request in requests_of_part]
+                if not last:  # the requests that are left meet a dead server
+                    while sum(one.done() for one in begun) < len(begun) - 2 * AT_ONCE:
+                        time.sleep(0.1)
+                    self._deaths, self._one_is_dead = self._deaths + 1, True
+                    self._sides.kill(side := ("prefill", "decode")[part % 2])
+            for one in begun:
+                one.result()
+            if not last:
+                self._sides.start(side)
+                wait_until(self.serves)
+                self._one_is_dead = False
+
+    def serves(self) -> bool:
+        """Whether the router's servers answer a request rightly."""
+        case = self._cases[0]
+        response = requests.post(f"{self._sides.router}/generate", json=case.body("probe", False), timeout=30)
+        if response.status_code != 200:
+            return False
+        assert answer_of(response.json()) == self._answers[case]
+        return True
+
+    def _draw(self, name: str) -> tuple[Any, ...]:
+        """Draw a request: the function to call, and its arguments."""
+        rng = self._rng
+        # A few cases are asked often, so that their pages are in both trees; others come back after an eviction.
+        case = self._cases[int(len(self._cases) * rng.random() ** 2)]
+        kind, after_s = rng.random(), rng.random() ** 2 * 1.5
+        if kind < 0.7:
+            return self._whole, case, name, rng.random() < 0.5
+        if kind < 0.8:
+            return self._client_leaves, case, name, after_s
+        if kind < 0.95:
+            sides = rng.choice((("prefill",), ("decode",), ("decode", "prefill")))
+            return self._aborted, case, name, after_s, sides
+        return self._refused, case, name, rng.choice(list(REFUSED))
+
+    def _whole(self, case: Case, name: str, stream: bool) -> None:
+        deaths, what = self._deaths, "streamed" if stream else "whole"
+        try:
+            response = requests.post(
+                f"{self._sides.router}/generate", json=case.body(name, stream), timeout=TIMEOUT_S, stream=stream
+            )
+            if response.status_code != 200:
+                return self._failed(what, name, deaths, f"{response.status_code} {response.text[:300]}")
+            answer = last_of_stream(response) if stream else answer_of(response.json())
+        except (requests.RequestException, ValueError, KeyError) as error:
+            return self._failed(what, name, deaths, repr(error)[:300])
+        if answer is None or answer.reason in ("abort", "none"):
+            return self._failed(what, name, deaths, f"ended early: {answer}")
+        self._compare(what, case, name, answer, whole=True)
+
+    def _client_leaves(self, case: Case, name: str, after_s: float) -> None:
+        """The client closes its connection; the router ends both requests."""
+        deaths, deadline, answer = self._deaths, time.monotonic() + after_s, None
+        try:
+            with requests.post(
+                f"{self._sides.router}/generate",
+                json=case.body(name, True),
+                timeout=(10, max(after_s, 0.01)),
+                stream=True,
+            ) as response:
+                if response.status_code != 200:
+                    return self._failed("client left", name, deaths, f"{response.status_code} {response.text[:300]}")
+                for so_far in of_stream(response):
+                    answer = so_far
+                    if time.monotonic() > deadline:
+                        break
+        except requests.RequestException:  # nothing has come before the deadline
+            pass
+        if answer is None:
+            return self.report.add("client left before a token")
+        self._compare("client left", case, name, answer, whole=False)
+
+    def _aborted(self, case: Case, name: str, after_s: float, sides: tuple[str, ...]) -> None:
+        deaths, what = self._deaths, f"aborted on {' and '.join(sides)}"
+        timer = threading.Timer(after_s, self._abort, (name, sides))
+        timer.start()
+        try:
+            response = requests.post(f"{self._sides.router}/generate", json=case.body(name, False), timeout=TIMEOUT_S)
+        except requests.RequestException as error:
+            return self._failed(what, name, deaths, repr(error)[:300])
+        finally:
+            timer.join()
+        if response.status_code != 200:
+            return self.report.add(f"{what}: {response.status_code}")
+        answer = answer_of(response.json())
+        self._compare(what, case, name, answer, whole=answer.reason != "abort")
+
+    def _abort(self, name: str, sides: tuple[str, ...]) -> None:
+        for side in sides:
+            try:
+                url = self._sides.servers[side].url
+                requests.post(f"{url}/abort_request", json={"rid": name}, timeout=60)
+            except requests.RequestException:
+                pass  # a dead server
+
+    def _refused(self, case: Case, name: str, why: str) -> None:
+        deaths = self._deaths
+        body = case.body(name, False)
+        body |= REFUSED[why] if why != LONG else {"input_ids": list(case.prompt) * (8000 // len(case.prompt) + 1)}
+        try:
+            response = requests.post(f"{self._sides.router}/generate", json=body, timeout=TIMEOUT_S)
+        except requests.RequestException as error:
+            return self._failed("refused", name, deaths, repr(error)[:300])
+        if response.status_code == 200:
+            return self.report.add("refused", f"{name}: {why} was served: {response.text[:300]}")
+        if response.status_code != 400:
+            return self._failed("refused", name, deaths, f"{response.status_code} {response.text[:300]}")
+        self.report.add("refused")
+
+    def _failed(self, what: str, name: str, deaths: int, why: str) -> None:
+        """Note a request without an answer, which is right only if a server died meanwhile."""
+        if self._deaths > deaths or self._one_is_dead:
+            return self.report.add("lost with a server")
+        self.report.add(f"{what}: failed", f"{name}, {what}: {why}")
+
+    def _compare(self, what: str, case: Case, name: str, answer: Answer, whole: bool) -> None:
+        expected = self._answers[case]
+        right = answer == expected if whole else answer.begins(expected)
+        self.report.add(what, None if right else f"{name}, {what}, {case.sampling}: {difference(answer, expected)}")
+
+
+def difference(answer: Answer, expected: Answer) -> str:
+    """Return where an answer leaves the expected one."""
+    pairs = zip(answer.tokens, answer.logprobs, expected.tokens, expected.logprobs, strict=False)
+    at = next((i for i, (token, logprob, *other) in enumerate(pairs) if [token, logprob] != other), "the end")
+    lengths = f"{len(answer.tokens)} tokens, {answer.reason}, in place of {len(expected.tokens)}, {expected.reason}"
+    return f"{lengths}; the first difference is at {at}"
+
+
+def of_stream(response: requests.Response) -> Iterator[Answer]:
+    """Yield the answer so far with each event of a stream.
+
+    Raises:
+        ValueError: an event is an error.
+    """
+    for line in response.iter_lines():
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ValueError(event["error"])
+            yield answer_of(event)
+
+
+def last_of_stream(response: requests.Response) -> Answer | None:
+    return next(iter(collections.deque(of_stream(response), maxlen=1)), None)
+
+
+def run(folder: Path, count: int, kills: int, seed: int, flags: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Run a trace; return the report as a dict: `outcomes`, `wrong`, and `held` by each side in the end."""
+    checkpoint, rng = folder / "model", random.Random(seed)
+    write_checkpoint(checkpoint, PRESETS["tiny"])
+    begin = time.monotonic()
+    with server_at(free_port(), checkpoint, folder / "one", (*FLAGS, *flags, SLEEP_ON_IDLE), ENV) as one:
+        answers = answered_cases(one, rng, singles=min(120, 10 + count // 10), conversations=min(20, 2 + count // 50))
+    asked_s = time.monotonic() - begin
+    with ExitStack() as stack:
+        sides = Sides(stack, checkpoint, folder, flags)
+        trace, begin = Trace(sides, answers, seed), time.monotonic()
+        wait_until(trace.serves)  # the router answers before it knows its servers
+        trace.run(count, kills)
+        trace_s = time.monotonic() - begin
+        deadline = time.monotonic() + 90  # SGLang's deferred releases take up to 30 s
+        held = sides.held()
+        while holds_something(held) and time.monotonic() < deadline:
+            time.sleep(2)
+            held = sides.held()
+        serves = trace.serves()
+    return {
+        "requests": count,
+        "kills": kills,
+        "seed": seed,
+        "cases": len(answers),
+        "flags": list(flags),
+        "one_server_s": round(asked_s),
+        "trace_s": round(trace_s),
+        "outcomes": dict(sorted(trace.report.outcomes.items())),
+        "wrong": trace.report.wrong,
+        "held": held,
+        "serves_in_the_end": serves,
+    }
+
+
+def holds_something(held: dict[str, dict[str, int]]) -> bool:
+    return any(amount for side in held.values() for amount in side.values())
+
+
+def main() -> int:
+    """Run the command line of the module's docstring; returns 1 if an answer is wrong or something is held."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="keeps the servers' logs; an empty folder")
+    arguments, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        report = run(folder, arguments.requests, arguments.kills, arguments.seed, tuple(flags))
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    return int(bool(report["wrong"]) or holds_something(report["held"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
