@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -184,6 +185,8 @@ def main() -> None:
     result = {
         "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "cpu",
         "engine": "mooncake over TCP" if find_spec("mooncake") else "sockets of sglang-dsv4",
+        "load_average": os.getloadavg()[0],  # of other work on this machine, at the start
+        "cores": os.cpu_count(),
         "versions": versions(),
         "goal": GOAL,
     }

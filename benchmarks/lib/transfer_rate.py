@@ -29,7 +29,7 @@ FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
 PAGE_TOKENS = 256
 RING_SLOTS = 3
 HOST = "127.0.0.1"
-ROUNDS = 7
+ROUNDS = 21
 TIMEOUT_S = 120
 
 
@@ -43,7 +43,8 @@ class Rate:
         bytes: of its pages and rings.
         blocks: runs of bytes in which they are sent.
         gb_s, plain_gb_s: medians of GB a second.
-        share: gb_s of plain_gb_s.
+        share: of the plain rate, median over rounds; machines with other load drift between rounds.
+        share_p10, share_p90: its spread.
     """
 
     tokens: int
@@ -53,6 +54,8 @@ class Rate:
     gb_s: float
     plain_gb_s: float
     share: float
+    share_p10: float
+    share_p90: float
 
 
 class Side(NamedTuple):
@@ -251,5 +254,7 @@ def measure(lengths: Sequence[int], devices: tuple[str, str]) -> list[Rate]:
                     times["kv"].append(middle - begin)
                     times["plain"].append(time.perf_counter() - middle)
                 kv, plain_s = (size / statistics.median(of[1:]) / 1e9 for of in times.values())
-                rates.append(Rate(length, name, size, blocks, kv, plain_s, kv / plain_s))
+                shares = sorted(b / a for a, b in zip(times["kv"][1:], times["plain"][1:], strict=True))
+                spread = (shares[len(shares) * tenth // 10] for tenth in (5, 1, 9))
+                rates.append(Rate(length, name, size, blocks, kv, plain_s, *spread))
     return rates

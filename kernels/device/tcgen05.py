@@ -5,6 +5,7 @@ from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
 
 from dsv4_kernels.device import dependent_launch, mbarrier
+from dsv4_kernels.device.cta_pair import group_of
 
 SWIZZLE_ROW_BYTES = 128
 """The span of the 128-byte swizzle: 64 bf16."""
@@ -51,10 +52,10 @@ def unswizzled(start: cutlass.Pointer) -> prims.Tcgen05SmemDesc:
 
 def set_up(
     barriers: cutlass.Pointer,
-    groups: list[tuple[int, int, int | Int32]],
+    groups: list[tuple[int, int, int]],
     tmem_address: cutlass.Pointer,
     columns: int,
-    group: prims.CTAGroup = prims.CTAGroup.CTA_1,
+    ctas: int = 1,
 ) -> None:
     """Initialises mbarriers and allocates tensor memory; called by one warp of each CTA, before a barrier of all warps
     (of a pair, see `cta_pair`).
@@ -65,15 +66,18 @@ def set_up(
         barriers, groups: see `mbarrier.initialise`.
         tmem_address: the word of shared memory that gets the address.
         columns: a power of two from 32 to 512.
-        group: the CTA, or the pair.
+        ctas: 1, or 2 for a pair, in which both CTAs allocate. There the barrier must be of both CTAs' warps, and a
+            `tcgen05.fence::after_thread_sync` must follow it.
     """
     mbarrier.initialise(barriers, groups)
     dependent_launch.wait()
-    prims.tcgen05_alloc(tmem_address, columns, group=group)
-    prims.tcgen05_relinquish_alloc_permit(group=group)
+    prims.tcgen05_alloc(tmem_address, columns, group=group_of(ctas))
+    prims.tcgen05_relinquish_alloc_permit(group=group_of(ctas))
+    if ctas == 2:
+        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
 
 
-def free(tmem: prims.TmemAddr, columns: int, group: prims.CTAGroup = prims.CTAGroup.CTA_1) -> None:
+def free(tmem: prims.TmemAddr, columns: int, ctas: int = 1) -> None:
     """Frees the tensor memory of `set_up`; called by the same warp, after a barrier of all warps that access it."""
     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-    prims.tcgen05_dealloc(tmem.as_ptr(Float32), columns, group=group)
+    prims.tcgen05_dealloc(tmem.as_ptr(Float32), columns, group=group_of(ctas))

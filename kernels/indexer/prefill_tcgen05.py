@@ -1,17 +1,19 @@
 """Scores of a CSA layer's entries in a prefill on Blackwell (sm_100a): neighbouring tokens share the expanded keys.
 
 A CTA has twelve neighbouring tokens and a run of pages. The tokens' queries lie in shared memory. A product is 128 keys
-(two pages) times one token's heads: keys are the left operand, in tensor memory, whose lane r is key r, so the thread
-that weights a key's products has all of its heads. Warps of a CTA, and their waits:
+times one token's heads: keys are the left operand, in tensor memory, whose lane r is key r, so the thread that weights
+a key's products has all of its heads. A tile is two such halves, 256 keys (four pages): a thread weights two keys with
+the weights that it loads once, because reading those for every key would keep shared memory busier than the tensor core
+is. Warps of a CTA, and their waits:
 
     EXPAND (2 x 4 warps, alternate stages)   FP4 keys of a request from global memory to a stage, as bf16
         waits empty[stage], arrives at keys[stage]
-    MMA (1 thread)                           eight products of K = 16 for each token that sees one of the keys
+    MMA (1 thread)                           2 x 8 instructions of K = 16 for each token that sees one of the keys
         waits keys[stage], free[buffer]; commits empty[stage], done[buffer]
     WEIGH (2 x 4 warps, alternate tokens)    ReLU, weights, sum over heads
         waits done[buffer], arrives at free[buffer]
 
-All roles walk the same list: tiles of 128 keys, and in each the tokens that see its first key. A token whose request is
+All roles walk the same list: tiles of 256 keys, and in each the tokens that see its first key. A token whose request is
 not that of the token before gets another stage.
 
 Keys become bf16, although the tensor core multiplies FP4 with block scales four times as fast: a product's operands
@@ -56,17 +58,22 @@ from dsv4_kernels.kv_layout import FP4_SCALE_GROUP, PAGE_ROWS
 
 TOKENS = 12
 """Tokens of a CTA: 16 KiB of shared memory each, with 64 heads."""
-TILE_KEYS = 128
+HALF_KEYS = 128
 """Keys of a product: its M, and the lanes of tensor memory."""
+HALVES = 2
+TILE_KEYS = HALVES * HALF_KEYS
+"""Keys of a stage."""
 TILE_PAGES = TILE_KEYS // PAGE_ROWS
 BLOCKS = KEY_DIM // FP4_SCALE_GROUP
 CODE_WORDS = CODE_BYTES // 4
 KEY_COLUMNS = KEY_DIM // 2
-"""Columns of a stage: two channels in each."""
+"""Columns of a half of a stage: two channels in each."""
+STAGE_COLUMNS = HALVES * KEY_COLUMNS
 STEP_COLUMNS = KEY_COLUMNS // STEPS
 STAGES = 2
 """Stages of expanded keys, one for each group of EXPAND warps."""
-ACCUMULATORS = 4
+ACCUMULATORS = 2
+"""Accumulator buffers, one for each group of WEIGH warps."""
 WEIGH_GROUPS = 2
 CTAS = 512
 """Number of CTAs to aim at: several for each multiprocessor, with enough pages for each to be worth loading its
@@ -143,16 +150,16 @@ class Plan:
     @property
     def keys_column(self) -> int:
         """First column of the stages in tensor memory, after the accumulators."""
-        return ACCUMULATORS * self.rows
+        return ACCUMULATORS * HALVES * self.rows
 
     @property
     def tmem_columns(self) -> int:
         """Allocated columns, a power of two."""
-        return 1 << max(self.keys_column + STAGES * KEY_COLUMNS - 1, 31).bit_length()
+        return 1 << max(self.keys_column + STAGES * STAGE_COLUMNS - 1, 31).bit_length()
 
     @property
     def chunk(self) -> int:
-        """Columns of one load of tensor memory."""
+        """Columns of one load of tensor memory, of each half."""
         return min(32, self.heads & -self.heads)
 
 
@@ -313,7 +320,7 @@ def expand_tiles(
     last: Int32,
     plan: cutlass.Constexpr[Plan],
 ) -> None:
-    """Fills every second stage. Thread r of a group has key r."""
+    """Fills every second stage. Thread r of a group has keys r and 128 + r."""
     group, key = (warp - Warp.EXPAND) // WARPS_OF_GROUP, cute.arch.thread_idx()[0] % GROUP_THREADS
     words = cute.make_rmem_tensor((CODE_WORDS + 1,), Uint32)
     stages = Int32(0)
@@ -323,12 +330,14 @@ def expand_tiles(
             request = load_request(tokens, i)
             if (tile * TILE_KEYS < load_count(tokens, i)) & (request != loaded):
                 if stages % STAGES == group:
-                    load_key(args, request, tile, load_most(tokens, i), key, words)
                     stage = stage_of(stages, STAGES)
                     if stages >= STAGES:
                         wait(barriers, Barrier.EMPTY + stage.index, stage.phase ^ 1)
                         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-                    store_key(words, tmem, warp, plan.keys_column + stage.index * KEY_COLUMNS)
+                    column, most = plan.keys_column + stage.index * STAGE_COLUMNS, load_most(tokens, i)
+                    for half in cutlass.range(HALVES, unroll=1):  # both at a time need more registers than there are
+                        load_key(args, request, tile, most, half * HALF_KEYS + key, words)
+                        store_key(words, tmem, warp, column + half * KEY_COLUMNS)
                     prims.tcgen05_wait(prims.Tcgen05Wait.STORE)
                     prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
                     arrive(barriers + (Barrier.KEYS + stage.index))
@@ -379,7 +388,7 @@ def multiply_tiles(
     """One thread issues all products."""
     zero = Int32(0)
     idesc = prims.Tcgen05InstrDesc.build(
-        c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, n_dim=plan.rows, m_dim=TILE_KEYS
+        c_dtype=Float32, a_dtype=BFloat16, b_dtype=BFloat16, n_dim=plan.rows, m_dim=HALF_KEYS
     )
     stages, units = Int32(0), Int32(0)
     for tile in cutlass.range(first, last, unroll=1):
@@ -400,20 +409,21 @@ def multiply_tiles(
                 if units >= ACCUMULATORS:
                     wait(barriers, Barrier.FREE + buffer.index, buffer.phase ^ 1)
                     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-                out = tmem_columns(tmem, zero, buffer.index * plan.rows, Float32)
-                column = plan.keys_column + stage_of(stages - 1, STAGES).index * KEY_COLUMNS
-                for step in cutlass.range_constexpr(STEPS):
-                    half, within = step // (STEPS // 2), step % (STEPS // 2)
-                    query = swizzled(smem + (i * plan.query_bytes + half * (plan.rows * ROW_BYTES)))
-                    prims.tcgen05_mma(
-                        prims.Tcgen05MMAKind.F16,
-                        prims.CTAGroup.CTA_1,
-                        out,
-                        tmem_columns(tmem, zero, column + step * STEP_COLUMNS, BFloat16),
-                        query.advance_start_address(within * (ROW_BYTES // (STEPS // 2))),
-                        idesc,
-                        step > 0,
-                    )
+                column = plan.keys_column + stage_of(stages - 1, STAGES).index * STAGE_COLUMNS
+                for half in cutlass.range_constexpr(HALVES):
+                    out = tmem_columns(tmem, zero, (buffer.index * HALVES + half) * plan.rows, Float32)
+                    for step in cutlass.range_constexpr(STEPS):
+                        tile_of_query, within = step // (STEPS // 2), step % (STEPS // 2)
+                        query = swizzled(smem + (i * plan.query_bytes + tile_of_query * (plan.rows * ROW_BYTES)))
+                        prims.tcgen05_mma(
+                            prims.Tcgen05MMAKind.F16,
+                            prims.CTAGroup.CTA_1,
+                            out,
+                            tmem_columns(tmem, zero, column + half * KEY_COLUMNS + step * STEP_COLUMNS, BFloat16),
+                            query.advance_start_address(within * (ROW_BYTES // (STEPS // 2))),
+                            idesc,
+                            step > 0,
+                        )
                 prims.tcgen05_commit(barriers + (Barrier.DONE + buffer.index), group=prims.CTAGroup.CTA_1)
                 units += 1
 
@@ -433,7 +443,7 @@ def weigh_tiles(
     last: Int32,
     plan: cutlass.Constexpr[Plan],
 ) -> None:
-    """Stores the scores of every second token. Thread r of a group has key r."""
+    """Stores the scores of every second token. Thread r of a group has keys r and 128 + r."""
     group, key = warp // WARPS_OF_GROUP, cute.arch.thread_idx()[0] % GROUP_THREADS
     tokens, weights = Int32(smem.toint()) + plan.tokens_offset, Int32(smem.toint()) + plan.weights_offset
     units = Int32(0)
@@ -445,30 +455,40 @@ def weigh_tiles(
                     buffer = stage_of(units, ACCUMULATORS)
                     wait(barriers, Barrier.DONE + buffer.index, buffer.phase)
                     prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
-                    products = []
-                    for column in cutlass.range_constexpr(0, plan.heads, plan.chunk):
-                        columns = tmem_columns(tmem, warp, buffer.index * plan.rows + column, Int32)
-                        products += load_tmem(columns, plan.chunk)
-                    prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
-                    prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
-                    arrive(barriers + (Barrier.FREE + buffer.index))
-                    score = weigh([as_float(word) for word in products], weights + i * (plan.heads * 4))
-                    entry = tile * TILE_KEYS + key
-                    if entry < count:
-                        out = args.scores + Int64(first_token + i) * args.scores_row_bytes
-                        ptx.store_f32(out + Int64(entry) * 4, score)
+                    totals = [[Float32(0.0)] * 4 for _ in range(HALVES)]
+                    for head in cutlass.range_constexpr(0, plan.heads, plan.chunk):
+                        products = []
+                        for half in cutlass.range_constexpr(HALVES):
+                            column = (buffer.index * HALVES + half) * plan.rows + head
+                            products.append(load_tmem(tmem_columns(tmem, warp, column, Int32), plan.chunk))
+                        prims.tcgen05_wait(prims.Tcgen05Wait.LOAD)
+                        if cutlass.const_expr(head + plan.chunk == plan.heads):
+                            prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+                            arrive(barriers + (Barrier.FREE + buffer.index))
+                        weigh(products, weights + i * (plan.heads * 4) + head * 4, totals)
+                    out = args.scores + Int64(first_token + i) * args.scores_row_bytes
+                    for half in cutlass.range_constexpr(HALVES):
+                        entry = tile * TILE_KEYS + half * HALF_KEYS + key
+                        if entry < count:
+                            ptx.store_f32(out + Int64(entry) * 4, sum_of(totals[half]))
                 units += 1
 
 
-def weigh(products: list, weights: Int32) -> Float32:
-    """A key's score, from its products with all heads and the address of their weights, in the order of
-    `scores.weigh`: four sums over heads 8 n + 2 q and the next, then ((0 + 1) + (2 + 3))."""
-    totals = [Float32(0.0)] * 4
-    for n in range(0, len(products), HEADS_A_TILE):
+def weigh(products: list, weights: Int32, totals: list) -> None:
+    """Adds to the totals of each key its products with some heads, weighted; `weights` is the address of these heads'.
+
+    The order is that of `scores.weigh`: total q has heads 8 n + 2 q and the next, for rising n.
+    """
+    for n in range(0, len(products[0]), HEADS_A_TILE):
         of_tile = [*ptx.load_shared_f32x4(weights + n * 4), *ptx.load_shared_f32x4(weights + n * 4 + 16)]
-        for head, weight in enumerate(of_tile):
-            positive = ptx.fmax(products[n + head], Float32(0.0))
-            totals[head // 2] = ptx.fma(positive, weight, totals[head // 2])
+        for of_key, sums in zip(products, totals, strict=True):
+            for head, weight in enumerate(of_tile):
+                positive = ptx.fmax(as_float(of_key[n + head]), Float32(0.0))
+                sums[head // 2] = ptx.fma(positive, weight, sums[head // 2])
+
+
+def sum_of(totals: list) -> Float32:
+    """A key's score, in the order in which `scores.weigh` adds over a quad."""
     total = add(add(totals[0], totals[1]), add(totals[2], totals[3]))
     return add(total, Float32(0.0))  # -0.0 equals 0.0, but to the radix select it would be another number
 

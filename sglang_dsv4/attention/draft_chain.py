@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 
@@ -67,10 +67,15 @@ def create_draft_extend_backend(factory: DraftBackendFactory) -> tuple[str, Dsv4
 def plan_padded_batch(result: None, batch: ForwardBatch, runner: ModelRunner) -> None:
     """After `ForwardBatch.prepare_mlp_sync_batch`: derive the metadata of a draft's step anew, if the batch has grown.
 
-    SGLang asks for the metadata of a draft's eager steps before it pads the batch, and pads it before each step.
+    SGLang asks for the metadata of a draft's eager steps before it pads the batch, and pads it before each step. If a
+    group has no requests, it asks the runner's own backend, which is none of a chain's: a step would have the metadata
+    of the last one with requests.
     """
-    planned = batch.forward_metadata_planned_num_tokens
-    if not batch.forward_metadata_ready or len(batch.input_ids) == planned:
+    rows, planned = len(batch.input_ids), batch.forward_metadata_planned_num_tokens
+    if batch.forward_mode.is_idle():
+        if not rows or not has_forward_context():
+            return
+    elif not batch.forward_metadata_ready or rows == planned:
         return
     backend = get_attn_backend()
     if isinstance(backend, Dsv4AttentionBackend):

@@ -14,6 +14,7 @@ All numbers are 8 bytes, little-endian. The receiver writes only into memory tha
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import importlib.util
 import itertools
@@ -68,7 +69,7 @@ class TransferEngine:
     """Mooncake's `TransferEngine`, as far as SGLang uses it. Methods return 0, or -1 for a failure."""
 
     def __init__(self) -> None:
-        self._regions: dict[int, int] = {}  # address -> length
+        self._regions: dict[int, memoryview] = {}  # by address
         self._addresses: list[int] = []  # of the regions, ascending
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
@@ -95,7 +96,7 @@ class TransferEngine:
     def batch_register_memory(self, addresses: Sequence[int], lengths: Sequence[int]) -> int:
         """Let other servers write into several regions."""
         with self._lock:
-            self._regions |= dict(zip(addresses, lengths, strict=True))
+            self._regions |= {address: memory(address, size) for address, size in zip(addresses, lengths, strict=True)}
             self._addresses = sorted(self._regions)
         return 0
 
@@ -124,11 +125,18 @@ class TransferEngine:
 
     def read(self, address: int, length: int) -> memoryview:
         """The bytes of a block that is sent."""
-        return memory(address, length)
+        return self._registered(address, length) or memory(address, length)
 
     def place(self, address: int, length: int) -> memoryview:
-        """Memory into which a block is received."""
-        return memory(address, length)
+        """Memory into which a block is received.
+
+        Raises:
+            PermissionError: it is not registered.
+        """
+        block = self._registered(address, length)
+        if block is None:
+            raise PermissionError(f"[{address}, {address + length}) is not registered")
+        return block
 
     def arrived(self, address: int, block: memoryview) -> None:
         """Put a block that was received into its place, unless `place` has returned the place itself."""
@@ -145,27 +153,30 @@ class TransferEngine:
                 while True:
                     blocks, total = HEADER.unpack(_read(connection, HEADER.size))
                     places = list(HEADER.iter_unpack(_read(connection, blocks * HEADER.size)))
-                    if total != sum(length for _, length in places) or not self._are_registered(places):
-                        logger.error("a transfer of %d bytes would write into memory that is not registered", total)
-                        connection.sendall(REFUSED)
-                        return
-                    for part in _parts(places):
-                        blocks = [self.place(*place) for place in part]
-                        _receive_all(connection, blocks)
-                        for (address, _), block in zip(part, blocks, strict=True):
-                            self.arrived(address, block)
+                    targets = [self.place(*place) for place in places]
+                    if total != sum(map(len, targets)):
+                        raise PermissionError(f"{total} bytes do not fill the blocks")
+                    for part in _parts(zip(places, targets, strict=True)):
+                        _receive_all(connection, [target for _, target in part])
+                        for (address, _), target in part:
+                            self.arrived(address, target)
                     connection.sendall(DONE)
+            except PermissionError as error:
+                logger.error("a transfer is refused: %s", error)
+                with contextlib.suppress(OSError):
+                    connection.sendall(REFUSED)
             except (OSError, EOFError):
                 return
 
-    def _are_registered(self, places: Iterable[tuple[int, int]]) -> bool:
+    def _registered(self, address: int, length: int) -> memoryview | None:
+        """The bytes [address, address + length) if they are of one region. A slice of it costs a third of `memory`."""
         with self._lock:
-            begins, regions = self._addresses, self._regions
-            for address, length in places:
-                before = bisect.bisect_right(begins, address) - 1
-                if before < 0 or address + length > begins[before] + regions[begins[before]]:
-                    return False
-        return True
+            before = bisect.bisect_right(self._addresses, address) - 1
+            if before < 0:
+                return None
+            region = self._regions[begin := self._addresses[before]]
+        begin = address - begin
+        return region[begin : begin + length] if begin + length <= len(region) else None
 
 
 class _Peer:
@@ -183,7 +194,8 @@ class _Peer:
                 if self._connection is None:
                     self._connection = socket.create_connection(self._address, TIMEOUT_S)
                     self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                places = b"".join(HEADER.pack(*place) for place in zip(destinations, lengths, strict=True))
+                numbers = itertools.chain(*zip(destinations, lengths, strict=True))
+                places = struct.pack(f"<{2 * len(lengths)}Q", *numbers)
                 self._connection.sendall(HEADER.pack(len(lengths), sum(lengths)) + places)
                 for part in _parts(blocks):
                     _send_all(self._connection, part)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
 
-BLOCKS = 1024
-"""Blocks of a piece. Mooncake 0.3.13 over TCP refuses a call of more than 2048, whatever its variables say."""
+BLOCKS = 2000
+"""Blocks of a piece. Mooncake 0.3.13 over TCP refuses a call of more than 2048, whatever its variables say; each call
+waits for its end."""
 
 
 def transfer_in_pieces(

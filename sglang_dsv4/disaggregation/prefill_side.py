@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
 
 ABORTED = "The prefill server has aborted the request."
+ABORTED_THERE = "The decode server has aborted the request."
 MANY_ROOMS = 1 << 16
 LOCK_TIMEOUT_S = 60.0
 
 
 class Rooms:
-    """Rooms of requests that this server has given up, the newest `MANY_ROOMS`, each with the reason; and the lock
-    under which a room ends, and under which a decode server's message is handled.
+    """Rooms whose requests have ended on one server before the other knew of them, and the lock under which a room
+    ends, and under which a decode server's message is handled. The newest `MANY_ROOMS` rooms are remembered.
 
     Without the lock the end of a room between two steps of SGLang's thread that hears decode servers ends that thread,
     or leaves the room open for ever.
@@ -44,7 +45,9 @@ class Rooms:
 
     def __init__(self) -> None:
         """Begin with no rooms."""
-        self._reasons: dict[int, str] = {}
+        self._ended: dict[int, str] = {}  # here, with the reason
+        self._opened: dict[int, None] = {}
+        self._ended_there: dict[int, None] = {}  # before they were opened here
         self._lock = threading.Lock()
 
     @contextmanager
@@ -75,19 +78,32 @@ class Rooms:
 
         return receive_unlocked
 
-    def end(self, room: int, reason: str) -> None:
-        """Note a room's end; its first reason stays."""
-        self._reasons.setdefault(room, reason)
-        if len(self._reasons) > MANY_ROOMS:
-            del self._reasons[next(iter(self._reasons))]
+    def open(self, room: int) -> bool:
+        """Open the room of a new request; returns whether the decode server has aborted it already."""
+        self._ended.pop(room, None)
+        _remember(self._opened, room, None)
+        return self._ended_there.pop(room, self) is not self
 
-    def open(self, room: int) -> None:
-        """Forget the end of a room, which a new request has now."""
-        self._reasons.pop(room, None)
+    def end(self, room: int, reason: str) -> None:
+        """Note a room's end on this server; its first reason stays."""
+        _remember(self._ended, room, self._ended.get(room, reason))
+
+    def end_there(self, room: int) -> bool:
+        """Note that the decode server has aborted a request; returns whether it was never opened here."""
+        if room in self._opened:
+            return False
+        _remember(self._ended_there, room, None)
+        return True
 
     def why_ended(self, room: int) -> str | None:
-        """The reason why a room has ended; None for other rooms."""
-        return self._reasons.get(room)
+        """The reason why a room has ended here; None for other rooms."""
+        return self._ended.get(room)
+
+
+def _remember(rooms: dict[int, Any], room: int, value: object) -> None:
+    rooms[room] = value
+    if len(rooms) > MANY_ROOMS:
+        del rooms[next(iter(rooms))]
 
 
 _rooms: WeakKeyDictionary[CommonKVManager, Rooms] = WeakKeyDictionary()
@@ -102,32 +118,40 @@ def hear_under_lock(
     original: Callable[..., Callable[[], Any]], manager: CommonKVManager, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     """A function that receives the next message, and lets no room end while it is handled; around
-    `_make_worker_recv`."""
+    `_make_worker_recv`, which is called before the server is live."""
     receive = original(manager, *args, **kwargs)
-    if live_parts() is None or manager.disaggregation_mode.value != "prefill":
+    if manager.disaggregation_mode.value != "prefill":
         return receive
     return rooms_of(manager).locked_after(receive)
 
 
-def refuse_late_pages(original: Callable[..., bool], manager: MooncakeKVManager, msg: list[bytes]) -> bool:
-    """If a decode server names its pages for a request that has ended here, tell it so.
+def hear_decode(original: Callable[..., bool], manager: MooncakeKVManager, msg: list[bytes]) -> bool:
+    """If a decode server names its pages for a request that has ended here, tell it so; if it aborts a request that is
+    not here yet, remember that.
 
-    Around `_handle_abort_notification`, through which every message of a decode server goes. SGLang opens the room
-    anew: the decode server would wait for a timeout of minutes, and the room would stay here.
+    Around `_handle_abort_notification`, through which every message of a decode server goes. SGLang opens the room of a
+    request that has ended anew, and forgets an abort that comes first: a request waits for a timeout of minutes, and
+    rooms stay here.
 
     Returns:
         Whether the message needs no further handling.
     """
-    if original(manager, msg):
-        return True
-    if live_parts() is None or not msg[0].isdigit():
-        return False
-    reason = rooms_of(manager).why_ended(room := int(msg[0]))
-    if reason is None:
-        return False
+    if live_parts() is None:
+        return original(manager, msg)
     from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification
     from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
+    rooms = rooms_of(manager)
+    if original(manager, msg):
+        abort = AbortNotification.from_zmq(msg) if msg[0] == ABORT_TAG else None
+        if abort is not None and rooms.end_there(abort.room):
+            for table in (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len):
+                table.pop(abort.room, None)
+        return True
+    reason = rooms.why_ended(room := int(msg[0])) if msg[0].isdigit() else None
+    if reason is None:
+        return False
     info = TransferInfo.from_zmq(msg)
     manager.send_kv_status_message(
         targets=[] if info.is_dummy else [(info.endpoint, info.dst_port)],
@@ -141,13 +165,18 @@ def refuse_late_pages(original: Callable[..., bool], manager: MooncakeKVManager,
 def open_room(
     original: Callable[..., None], sender: CommonKVSender, mgr: CommonKVManager, *args: Any, **kwargs: Any
 ) -> None:
-    """Open the room of a new request, which may be that of an old one; around the constructor."""
+    """Open the room of a new request, which may be that of an old one, or one that the decode server has aborted;
+    around the constructor."""
+    from sglang.srt.disaggregation.base import KVPoll
+
     if live_parts() is None:
         return original(sender, mgr, *args, **kwargs)
     rooms = rooms_of(mgr)
     with rooms.locked():
         original(sender, mgr, *args, **kwargs)
-        rooms.open(sender.bootstrap_room)
+        if rooms.open(sender.bootstrap_room):
+            mgr.record_failure(sender.bootstrap_room, ABORTED_THERE)
+            mgr.update_status(sender.bootstrap_room, KVPoll.Failed)
 
 
 def tell_decode(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
@@ -155,7 +184,7 @@ def tell_decode(original: Callable[[CommonKVSender], None], sender: CommonKVSend
 
     SGLang ends it on this server only: a request that this server alone gives up would hold slots and pages of the
     decode server until a timeout of minutes. If that server has not named its pages yet, it is told when it does
-    (`refuse_late_pages`).
+    (`hear_decode`).
     """
     from sglang.srt.disaggregation.base import KVPoll
 

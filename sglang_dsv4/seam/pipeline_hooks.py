@@ -1,4 +1,4 @@
-"""Rows of the table of hooks, `hooks.HOOKS`, for the stages of a pipeline (`--pp-size`)."""
+"""Rows of the table of hooks, `hooks.HOOKS`, for stages of a pipeline (`--pp-size`) and ranks on other nodes."""
 
 from __future__ import annotations
 
@@ -16,4 +16,7 @@ PIPELINE = (
          "rows whose logits are not finite end their requests on all stages", _MARKS),
     Hook(f"{_MIXIN}._pp_prep_batch_result", Kind.AFTER, Process.SCHEDULER, f"{_OURS}.marks:receive_marks",
          "rows whose logits are not finite end their requests on all stages", _MARKS),
+    Hook("sglang.srt.managers.scheduler.Scheduler.run_event_loop", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.seam.lost_rank:explain", "the log says that another rank has ended, and what to do",
+         "SGLang's error names the rank that it has lost"),
 )  # fmt: skip

@@ -7,10 +7,10 @@ of work tiles is in global memory. Warps of a CTA, and their waits:
     WEIGHTS (1 thread)     TMA: codes, which TMA pads to a byte each for MXFP4, and their scales
         waits empty[stage]; the bytes arrive at weights[stage]
     TOKENS (4 warps)       rows of activations by `cp.async`, some stages ahead, and their scales
-        waits empty[stage], arrives at tokens[stage]
+        waits empty[stage], arrives at tokens[stage] of the first CTA
     MMA (1 thread)         scales into tensor memory, four products of K = 32 a stage and matrix
         waits free[buffer] once a work tile, weights[stage] and tokens[stage]; commits empty[stage], done[buffer]
-        second CTA of a pair: waits weights[stage] and tokens[stage], arrives at the first CTA's tokens[stage]
+        second CTA of a pair: waits weights[stage], arrives at the first CTA's tokens[stage]
     EPILOGUE (4 warps)     lane r of tensor memory is output row r; a column is a slot
         waits done[buffer], arrives at free[buffer] of the first CTA
 
@@ -105,21 +105,18 @@ def experts_kernel(
     barriers = typed(smem + plan.barriers_offset, Int64)
     tmem_address = typed(smem + plan.tmem_address_offset, Int32)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    rank, group = cta_rank(plan.ctas), group_of(plan.ctas)
+    rank = cta_rank(plan.ctas)
     if warp == Warp.MMA:
-        arrivals = WARPS_OF_GROUP + (plan.ctas - 1) * (1 - rank)  # in the first CTA also the second CTA's thread
         groups = [
             (Barrier.WEIGHTS, plan.stages, 1),
-            (Barrier.TOKENS, plan.stages, arrivals),
+            (Barrier.TOKENS, plan.stages, WARPS_OF_GROUP * plan.ctas + (plan.ctas - 1)),
             (Barrier.EMPTY, plan.stages, 1),
             (Barrier.DONE, ACCUMULATORS, 1),
             (Barrier.FREE, ACCUMULATORS, WARPS_OF_GROUP * plan.ctas),
         ]
-        tcgen05.set_up(barriers, groups, tmem_address, plan.tmem_columns, group)
-    if cutlass.const_expr(plan.ctas == 2):  # products of the first CTA access the second CTA's allocation
-        prims.tcgen05_fence(prims.Tcgen05Fence.BEFORE_THREAD_SYNC)
+        tcgen05.set_up(barriers, groups, tmem_address, plan.tmem_columns, plan.ctas)
     sync_all(plan.ctas)  # barriers and tensor memory are set up
-    if cutlass.const_expr(plan.ctas == 2):
+    if cutlass.const_expr(plan.ctas == 2):  # the first CTA's copies write the second's tensor memory
         prims.tcgen05_fence(prims.Tcgen05Fence.AFTER_THREAD_SYNC)
     dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
@@ -143,7 +140,7 @@ def experts_kernel(
 
     sync_all(plan.ctas)  # the epilogues have completed their last loads of tensor memory
     if warp == Warp.MMA:
-        tcgen05.free(tmem, plan.tmem_columns, group)
+        tcgen05.free(tmem, plan.tmem_columns, plan.ctas)
 
 
 @cute.jit
@@ -281,7 +278,7 @@ def publish_tokens(
             exponent = ptx.as_u32(ptx.load_shared_f32(address)) >> 23
             ptx.store_shared_u32(address, exponent * 0x01010101)
     prims.fence_proxy(prims.Proxy.ASYNC_SHARED, space=prims.SharedSpace.shared_cta)
-    arrive(barriers + (Barrier.TOKENS + stage_of(count, plan.stages).index))
+    arrive(of_first_cta(barriers + (Barrier.TOKENS + stage_of(count, plan.stages).index), plan.ctas))
 
 
 # Products
@@ -348,13 +345,12 @@ def multiply(
 def announce(
     a: Arguments, barriers: cutlass.Pointer, first: Int32, stride: Int32, end: Int32, plan: cutlass.Constexpr
 ) -> None:
-    """One thread of a pair's second CTA tells the first CTA, stage after stage, that this CTA's operands are loaded."""
+    """One thread of a pair's second CTA tells the first CTA, stage after stage, that this CTA's weights are loaded."""
     count = Int32(0)
     for _ in cutlass.range(first, end, stride):
         for _ in cutlass.range(a.k // plan.step):
             stage, phase = stage_of(count, plan.stages)
             wait(barriers, Barrier.WEIGHTS + stage, phase)
-            wait(barriers, Barrier.TOKENS + stage, phase)
             prims.mbarrier_arrive(of_first_cta(barriers + (Barrier.TOKENS + stage), plan.ctas))
             count = count + 1
 

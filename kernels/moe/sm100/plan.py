@@ -171,8 +171,8 @@ class Barrier(IntEnum):
     """First index of each group of mbarriers."""
 
     WEIGHTS = 0  # [stages] weight tiles and their scales are in shared memory
-    TOKENS = MAX_STAGES  # [stages] activations and their scales are in shared memory; in the first CTA of a pair, all
-    # operands of the second CTA too
+    TOKENS = MAX_STAGES  # [stages] activations and their scales are in shared memory; in a pair those of both CTAs, and
+    # the second CTA's weights
     EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
     DONE = 3 * MAX_STAGES  # [ACCUMULATORS] a work tile's sums are in the accumulator buffer
     FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogues of all CTAs have read the accumulator buffer

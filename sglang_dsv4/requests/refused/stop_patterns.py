@@ -26,6 +26,12 @@ SECONDS = 0.1
 """A search of 100,000 characters for a pattern without nested repetitions takes some milliseconds."""
 
 
+REASON_AGAINST_STAGES = (
+    "stop_regex is not supported with --pp-size above 1: each stage would end the search for it by its own clock. "
+    "Use stop strings."
+)
+
+
 class SearchTimeoutError(Exception):
     """A search took longer than `SECONDS`."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_dsv4.determinism import flag, refused_requests
-from sglang_dsv4.requests.refused import guards
+from sglang_dsv4.pipeline.this_stage import is_divided
+from sglang_dsv4.requests.refused import guards, stop_patterns
 from sglang_dsv4.requests.sampling import sampler
 from sglang_dsv4.seam.live import live_parts
 
@@ -46,6 +47,9 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
             req.sampling_params.sampling_seed = None
     if sampler.uses_min_p(req):
         error = error or sampler.reason_against_min_p(sampling_setup()[1])
+    if req.sampling_params.stop_regex_strs and is_divided():
+        error = error or stop_patterns.REASON_AGAINST_STAGES
+        req.sampling_params.stop_regex_strs = []
     if flag.is_on():
         error = error or refused_requests.reason_against(req, *accelerator_setup())
     if req.logprob.top_logprobs_num > req.vocab_size:

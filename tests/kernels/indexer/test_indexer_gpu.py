@@ -383,32 +383,6 @@ def test_compiled_without_spills(name: str) -> None:
         assert_no_spills(kernels, most)
 
 
-def test_blackwell_s_prefill_fits_a_multiprocessor() -> None:
-    """Shared and tensor memory, for any number of heads; runs of whole tiles, the fewer the more tokens a call has."""
-    from dsv4_kernels.indexer import prefill_tcgen05 as prefill
-
-    for heads in range(8, 65, 8):
-        plan = prefill.Plan(heads)
-        assert plan.smem_bytes <= 227 * 1024 and plan.tmem_columns <= 512 and heads % plan.chunk == 0
-    assert [prefill.pages_a_cta(8192, pages) for pages in (1, 2, 3, 16, 2048)] == [2, 2, 4, 22, 64]
-    assert [prefill.pages_a_cta(tokens, 256) for tokens in (1, 13, 100, 1000)] == [2, 2, 4, 42]
-
-
-def test_forms_are_those_of_known_right_kernels() -> None:
-    """The product of 64 heads is one that released kernels execute."""
-    from ptx_emulator import Checks, emulated
-    from ptx_emulator.campaigns.form_coverage import foreign_forms, forms_of, uncovered
-
-    from dsv4_kernels.indexer import gpu
-
-    case = Case.of((130,), [(0, 130)])
-    of_tokens = case.request, case.visible, 64, case.page_table, True
-    with emulated(checks=Checks.strict(), record=True) as device:
-        gpu.sm100(case.q, case.head_weights, case.keys, case.page_table, PAGE, *of_tokens)
-    missing = set(uncovered(forms_of(device.recordings[0]), foreign_forms()))
-    assert not {form for form in missing if "tcgen05" in form}, missing
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,6 +1,7 @@
 """A random trace of requests through router, prefill server and decode server, with aborts and kills.
 
-    PYTHONPATH=tests/lib python -m serving.pd_trace [--requests 5000] [--seed 1] [--kills 6] [--out FILE.json]
+    PYTHONPATH=tests/lib python -m serving.pd_trace [--requests 5000] [--seed 1] [--kills 6] [--minutes M]
+        [--out FILE.json] [-- flags of all servers]
 
 One server answers every case alone first. In the trace each answer must have its bits: tokens and log-probabilities;
 what an aborted request has answered must be a beginning of them. In the end both servers must be idle and hold nothing:
@@ -13,6 +14,7 @@ import argparse
 import collections
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -21,10 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +38,20 @@ from serving.server import READY_TIMEOUT_S, SLEEP_ON_IDLE, TAILS, Server, free_p
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
+# Few layers and heads: a trace is about requests.
+SHAPE = replace(
+    PRESETS["tiny"],
+    compress_ratios=(4, 128),
+    num_attention_heads=2,
+    o_groups=1,
+    index_n_heads=2,
+    n_routed_experts=4,
+    moe_intermediate_size=128,
+)
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
 DECODE = ("--disaggregation-decode-enable-radix-cache",)
-PATIENCE = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60"}
-PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
+PATIENCE = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "200"}
+PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "100"}
 # The router must find a server that has come back at once, and may not ask again for what a test has aborted. Checks of
 # a server's health are requests, too, which would be held in the end.
 ROUTER_FLAGS = ("--disable-circuit-breaker", "--disable-retries", "--health-check-interval-secs", "86400")
@@ -52,7 +64,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "two answers": {"sampling_params": {"n": 2, "max_new_tokens": 4}},
     "many log-probabilities": {"top_logprobs_num": 500},
 }
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 AT_ONCE = 20
 
 
@@ -228,16 +240,24 @@ class Trace:
         # An error of a request that ran while a server died, or was dead, is expected.
         self._deaths, self._one_is_dead = 0, False
 
-    def run(self, count: int, kills: int) -> None:
-        """Send `count` requests, and kill a server in between, prefill and decode in turns."""
+    def run(self, count: int, kills: int, seconds: float) -> None:
+        """Send `count` requests, and kill a server in between, prefill and decode in turns; after `seconds` no more."""
+        deadline = time.monotonic() + seconds
+
+        def ask_in_time(function: Callable[..., None], *arguments: Any) -> None:
+            if time.monotonic() < deadline:
+                function(*arguments)
+
         per_part = count // (kills + 1)
         for part in range(kills + 1):
+            if time.monotonic() > deadline:
+                break
             last = part == kills
             requests_of_part = [
                 self._draw(f"{part}-{i}") for i in range(count - per_part * kills if last else per_part)
             ]
             with ThreadPoolExecutor(AT_ONCE) as pool:
-                begun = [pool.submit(*request) for request in requests_of_part]
+                begun = [pool.submit(ask_in_time, *request) for request in requests_of_part]
                 if not last:  # the requests that are left meet a dead server
                     while sum(one.done() for one in begun) < len(begun) - 2 * AT_ONCE:
                         time.sleep(0.1)
@@ -265,6 +285,8 @@ class Trace:
         # A few cases are asked often, so that their pages are in both trees; others come back after an eviction.
         case = self._cases[int(len(self._cases) * rng.random() ** 2)]
         kind, after_s = rng.random(), rng.random() ** 2 * 1.5
+        if kind < 0.05:
+            return self._batch, (case, self._rng.choice(self._cases)), name
         if kind < 0.7:
             return self._whole, case, name, rng.random() < 0.5
         if kind < 0.8:
@@ -288,6 +310,23 @@ class Trace:
         if answer is None or answer.reason in ("abort", "none"):
             return self._failed(what, name, deaths, f"ended early: {answer}")
         self._compare(what, case, name, answer, whole=True)
+
+    def _batch(self, cases: tuple[Case, ...], name: str) -> None:
+        deaths, bodies = self._deaths, [case.body(f"{name}-{i}", False) for i, case in enumerate(cases)]
+        body = {key: [one[key] for one in bodies] for key in ("input_ids", "sampling_params", "rid")}
+        try:
+            response = requests.post(
+                f"{self._sides.router}/generate", json=body | {"return_logprob": True}, timeout=TIMEOUT_S
+            )
+        except requests.RequestException as error:
+            return self._failed("batch", name, deaths, repr(error)[:300])
+        if response.status_code != 200:
+            return self._failed("batch", name, deaths, f"{response.status_code} {response.text[:300]}")
+        answers = [answer_of(result) for result in response.json()]
+        if any(answer.reason == "abort" for answer in answers):
+            return self._failed("batch", name, deaths, "ended early")
+        right = answers == [self._answers[case] for case in cases]
+        self.report.add("batch", None if right else f"{name}: a batch has other answers than its prompts alone")
 
     def _client_leaves(self, case: Case, name: str, after_s: float) -> None:
         """The client closes its connection; the router ends both requests."""
@@ -386,10 +425,12 @@ def last_of_stream(response: requests.Response) -> Answer | None:
     return next(iter(collections.deque(of_stream(response), maxlen=1)), None)
 
 
-def run(folder: Path, count: int, kills: int, seed: int, flags: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(
+    folder: Path, count: int, kills: int, seed: int, flags: tuple[str, ...] = (), minutes: float = math.inf
+) -> dict[str, Any]:
     """Run a trace; return the report as a dict: `outcomes`, `wrong`, and `held` by each side in the end."""
     checkpoint, rng = folder / "model", random.Random(seed)
-    write_checkpoint(checkpoint, PRESETS["tiny"])
+    write_checkpoint(checkpoint, SHAPE)
     begin = time.monotonic()
     with server_at(free_port(), checkpoint, folder / "one", (*FLAGS, *flags, SLEEP_ON_IDLE), ENV) as one:
         answers = answered_cases(one, rng, singles=min(120, 10 + count // 10), conversations=min(20, 2 + count // 50))
@@ -398,7 +439,7 @@ def run(folder: Path, count: int, kills: int, seed: int, flags: tuple[str, ...] 
         sides = Sides(stack, checkpoint, folder, flags)
         trace, begin = Trace(sides, answers, seed), time.monotonic()
         wait_until(trace.serves)  # the router answers before it knows its servers
-        trace.run(count, kills)
+        trace.run(count, kills, 60 * minutes)
         trace_s = time.monotonic() - begin
         deadline = time.monotonic() + 90  # SGLang's deferred releases take up to 30 s
         held = sides.held()
@@ -407,7 +448,7 @@ def run(folder: Path, count: int, kills: int, seed: int, flags: tuple[str, ...] 
             held = sides.held()
         serves = trace.serves()
     return {
-        "requests": count,
+        "requests": trace.report.done,
         "kills": kills,
         "seed": seed,
         "cases": len(answers),
@@ -430,6 +471,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of the trace, after which no request is sent")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs; an empty folder")
@@ -437,7 +479,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        report = run(folder, arguments.requests, arguments.kills, arguments.seed, tuple(flags))
+        report = run(folder, arguments.requests, arguments.kills, arguments.seed, tuple(flags), arguments.minutes)
     text = json.dumps(report, indent=1)
     print(text)
     if arguments.out is not None:

@@ -147,3 +147,24 @@ def test_a_step_that_is_padded_after_it_was_planned_is_planned_anew(monkeypatch:
     padded.forward_metadata_ready = False
     monkeypatch.setattr(engine.backend, "init_forward_metadata", None)
     draft_chain.plan_padded_batch(None, padded, engine.runner)  # SGLang plans it itself
+
+
+def test_a_step_without_requests_has_no_metadata_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of a group end in the same step; then the group's draft steps have one row that pads."""
+    engine = Engine(DRAFT, Sequences(DRAFT, 320))
+    engine.forward(ForwardMode.EXTEND, [(0, 255), (1, 2)])
+    engine.backend.init_forward_metadata(engine.batch(ForwardMode.DECODE, [(0, 1), (1, 1)]))
+    nothing, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(draft_chain, "get_attn_backend", lambda: engine.backend)
+    monkeypatch.setattr(draft_chain, "has_forward_context", lambda: True)
+    for rows in (nothing, one):
+        idle = SimpleNamespace(
+            forward_mode=ForwardMode.IDLE,
+            input_ids=rows,
+            positions=rows,
+            forward_metadata_ready=False,
+            forward_metadata_planned_num_tokens=None,
+        )
+        draft_chain.plan_padded_batch(None, idle, engine.runner)
+        assert engine.backend.metadata.num_tokens == (2 if rows is nothing else 1), "without rows no attention runs"
+    assert (engine.backend.metadata.ring_rows < DRAFT.ring_rows).all(), "rows of the null slot"

@@ -17,7 +17,7 @@ import requests
 import torch
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender, KVTransferError
+from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVManager, CommonKVSender, KVTransferError
 from sglang.srt.disaggregation.common.utils import pack_int_lists
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
@@ -261,7 +261,7 @@ def test_a_forward_packs_the_pages_that_it_wrote() -> None:
 # ---- pieces over TCP
 
 
-@pytest.mark.parametrize(("device", "calls"), [("", [1024, 1024, 452]), ("mlx5_0", [2500]), (None, [2500])])
+@pytest.mark.parametrize(("device", "calls"), [("", [2000, 2000, 500]), ("mlx5_0", [4500]), (None, [4500])])
 def test_a_transfer_over_tcp_has_pieces(device: str | None, calls: list[int]) -> None:
     """Mooncake refused calls of more than 2048 blocks, and SGLang then took the decode server for dead."""
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import MooncakeTransferEngine
@@ -271,7 +271,7 @@ def test_a_transfer_over_tcp_has_pieces(device: str | None, calls: list[int]) ->
     engine.ib_device = device
     engine.engine = SimpleNamespace(batch_transfer_sync_write=lambda *call: sent.append(call) or 0)
     original = sglangs(MooncakeTransferEngine.batch_transfer_sync)
-    lists = [list(range(begin, begin + 2500)) for begin in (0, 10_000, 20_000)]
+    lists = [list(range(begin, begin + 4500)) for begin in (0, 10_000, 20_000)]
     assert pieces.transfer_in_pieces(original, engine, "peer:1", *lists) == 0
     assert [len(call[1]) for call in sent] == calls and {call[0] for call in sent} == {"peer:1"}
     assert [[number for call in sent for number in call[i]] for i in (1, 2, 3)] == lists
@@ -295,32 +295,39 @@ class RoomsManager(MooncakeKVManager):
         self.failure_records, self.failure_lock = {}, threading.Lock()
         self._deferred_ack_targets, self._deferred_ack_poisoned_rooms = {}, set()
         self._staging_outstanding, self._staging_ctx = defaultdict(int), None
-        self.deferred_bootstrap, self.attn_tp_size, self._stopped = None, 1, False
+        self.deferred_bootstrap, self.attn_tp_size, self._stopped, self.bootstrap_timeout = None, 1, False, 1e12
         self._worker_threads: list[threading.Thread] = []
         self.disaggregation_mode = SimpleNamespace(value="prefill")
-        self.server_socket, self.told = None, []
+        self.server_socket, self.told, self.enable_deferred_decode_kv_release = None, [], True
 
     def _handle_abort_notification(self, msg: list[bytes]) -> bool:
-        return prefill_side.refuse_late_pages(sglangs(MooncakeKVManager._handle_abort_notification), self, msg)
+        return prefill_side.hear_decode(sglangs(MooncakeKVManager._handle_abort_notification), self, msg)
 
     def resolve_kv_replica_factor(self, infos: Any) -> None:
         pass
+
+    def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:
+        self.failure_records[bootstrap_room] = failure_reason
 
     def send_kv_status_message(self, *, targets: Any, bootstrap_room: int, status: int, failure_reason: str) -> None:
         self.told += [(target, bootstrap_room, int(status), failure_reason) for target in targets]
 
     def hear(self, *messages: list[bytes]) -> None:
         """Let SGLang's thread read messages of decode servers."""
-        rest = list(messages)
+        rest, is_live = list(messages), threading.Event()
 
         def receive() -> list[bytes]:
+            is_live.wait(10)
             if not rest:  # the last message has been handled
                 self._stopped = True
             return rest.pop(0) if rest else None
 
-        self._stopped = False
+        self._stopped, parts = False, live._live
         self._make_worker_recv = lambda socket: prefill_side.hear_under_lock(lambda manager: receive, self)
+        live._live = None  # SGLang starts its thread before the server is live
         sglangs(MooncakeKVManager.start_prefill_thread)(self)
+        live._live = parts
+        is_live.set()
         self._worker_threads.pop().join(10)
 
 
@@ -416,6 +423,21 @@ def test_a_thread_that_has_ended_is_an_error(rooms: RoomsManager, monkeypatch: p
         sender.abort()
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["no pages yet", "pages named"])
+def test_an_abort_that_comes_before_the_request(rooms: RoomsManager, named: bool) -> None:
+    """SGLang forgot it: the request waited for pages until a timeout of minutes, or the named pages stayed."""
+    abort = AbortNotification(5, "10.0.0.1", 7).to_zmq()
+    rooms.hear(*([pages_of_room(5)] if named else []), abort)
+    assert is_empty(rooms)
+    sender = ClearingSender(rooms, 5)
+    assert sender.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="The decode server has aborted the request"):
+        sglangs(CommonKVSender.failure_exception)(sender)
+    assert is_empty(rooms) and not rooms.told
+    rooms.hear(abort)  # of a request that was here: a later one may have its room
+    assert ClearingSender(rooms, 5).poll() == KVPoll.Bootstrapping
+
+
 def test_other_rooms_and_a_new_request_in_an_old_room_go_on(rooms: RoomsManager) -> None:
     dropped(ClearingSender(rooms, 5))
     rooms.hear(pages_of_room(6))
@@ -456,8 +478,10 @@ def test_few_ended_rooms_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(prefill_side, "MANY_ROOMS", 3)
     ended = prefill_side.Rooms()
     for room in range(5):
+        ended.open(room)
         ended.end(room, f"reason {room}")
     ended.end(4, "later")
     assert [ended.why_ended(room) for room in range(5)] == [None, None, "reason 2", "reason 3", "reason 4"]
-    ended.open(3)
+    assert [ended.end_there(room) for room in range(5)] == [True, True, False, False, False]
+    assert [ended.open(room) for room in (0, 3, 0)] == [True, False, False]
     assert ended.why_ended(3) is None

@@ -18,7 +18,8 @@ class TransferEngine(transfer_engine.TransferEngine):
         return memoryview(block)
 
     def place(self, address: int, length: int) -> memoryview:
-        return memoryview(bytearray(length)) if is_on_device(address) else super().place(address, length)
+        block = super().place(address, length)
+        return memoryview(bytearray(length)) if is_on_device(address) else block
 
     def arrived(self, address: int, block: memoryview) -> None:
         if is_on_device(address):

@@ -16,7 +16,9 @@ def request_of(ids: list[int], stop: set[int] | None = None, top_logprobs: int =
         origin_input_ids=ids,
         input_embeds=None,
         vocab_size=1024,
-        sampling_params=SimpleNamespace(stop_token_ids=stop, sampling_seed=None, top_k=50, min_p=0.0, n=1),
+        sampling_params=SimpleNamespace(
+            stop_token_ids=stop, sampling_seed=None, top_k=50, min_p=0.0, n=1, stop_regex_strs=[]
+        ),
         logprob=SimpleNamespace(top_logprobs_num=top_logprobs, token_ids_logprob=None),
     )
 
@@ -68,6 +70,17 @@ def test_unknown_token_ids_get_a_reason(request_: SimpleNamespace, named: str, m
     # SGLang computes one token of a refused request, with its sampling parameters.
     assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
     assert token_ids.refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_search_by_the_clock_is_refused_with_stages(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_live", object())
+    monkeypatch.setattr(token_ids, "is_divided", lambda: stages > 1)
+    request = request_of([3])
+    request.sampling_params.stop_regex_strs = ["a+"]
+    reason = token_ids.refuse_unknown_token_ids(None, request)  # type: ignore[arg-type]
+    assert reason is None if stages == 1 else "stop_regex is not supported with --pp-size" in reason
+    assert request.sampling_params.stop_regex_strs == (["a+"] if stages == 1 else []), "SGLang computes one token"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""A rank that lost another one says so; other errors are left alone."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+import socket
+
+import pytest
+import torch
+
+from sglang_dsv4.seam import lost_rank
+
+
+def end_after_a_meeting(port: int) -> None:
+    """Meet rank 0, and end without a word."""
+    meet(1, port)
+
+
+def meet(rank: int, port: int) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", port, 2, rank == 0)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ("[pair.cc:544] Connection closed by peer [127.0.0.1]:20001", True),
+        ("NCCL error: remote process exited or there was a network error", True),
+        ("Timed out waiting 1800000ms for recv operation to complete", True),
+        ("CUDA out of memory", False),
+    ],
+)
+def test_errors_of_gloo_and_nccl_are_known(
+    message: str, lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lost_rank, "live_parts", lambda: True)
+
+    def loop(scheduler: object) -> None:
+        raise RuntimeError(message)
+
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match=re.escape(message)):
+        lost_rank.explain(loop, None)
+    assert (f"another rank of this server has ended, or can't be reached any longer ({message})" in caplog.text) == lost
+
+
+@pytest.mark.slow
+def test_the_error_of_a_rank_that_is_gone() -> None:
+    """Through gloo itself: the peer's process has ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    other = multiprocessing.get_context("spawn").Process(target=end_after_a_meeting, args=(port,))
+    other.start()
+    meet(0, port)
+    other.join(60)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            torch.distributed.broadcast(torch.zeros(1), src=1)
+        assert lost_rank.is_of_lost_rank(raised.value), raised.value
+    finally:
+        torch.distributed.destroy_process_group()
