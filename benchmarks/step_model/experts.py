@@ -82,7 +82,11 @@ def early(tokens: int) -> bool:
 
 
 def work_list(pairs: int) -> Launch:
-    """Return the counts of the launch that lists slots and work tiles: one CTA, three passes over the pairs."""
+    """Return the counts of the launch that lists slots and work tiles: one CTA, three passes over the pairs.
+
+    Not counted: the scattered stores, which held up the one CTA of a prefill for 100 us when the experts were measured,
+    and the cluster that has shared them out since.
+    """
     return Launch("work list", from_memory=0, from_l2=3, instructions=600 + 3 * 12 * (pairs // 512))
 
 
