@@ -116,14 +116,15 @@ def experts(model: Model, slots: Sequence[int], tokens: int, gpu: Gpu) -> list[L
         (Product.GATE_UP, model.channels, model.d, 2),
         (Product.DOWN, model.d, model.channels, 1),
     ):
-        found.append(_product(product, sum(groups) * rows // TILE_ROWS, k, width, matrices * weights, gpu))
+        found.append(_product(product, sum(groups), rows, k, width, matrices * weights, gpu))
     found.append(row_launch("sum of experts", (pairs + 2 * tokens) * model.d * 2, 250, loads=3))
     return found
 
 
-def _product(product: Product, tiles: int, k: int, width: int, weights: float, gpu: Gpu) -> Launch:
-    """Return the counts of a product with so many tiles of 128 rows; pairs of CTAs share the codes of wide tiles."""
-    pairs = width >= PAIR_TOKENS[Numbers.MXFP8_MXFP4] and tiles % 2 == 0
+def _product(product: Product, groups: int, rows: int, k: int, width: int, weights: float, gpu: Gpu) -> Launch:
+    """Return the counts of a product of `groups` tiles of slots; pairs of CTAs share the codes of wide tiles."""
+    tiles = groups * rows // TILE_ROWS
+    pairs = width >= PAIR_TOKENS[Numbers.MXFP8_MXFP4] and rows % (2 * TILE_ROWS) == 0
     plan = Plan(product, width, ctas=2 if pairs else 1)
     name = f"MXFP8_MXFP4, {product.name}, {width} slots" + ", pair" * pairs
     static = _static("experts_sm100_static.json")[name]

@@ -18,6 +18,7 @@ from step_model.launch import Launch, bound_by, parts_us, time_us
 
 from dsv4_kernels.linear import gpu
 from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
+from dsv4_kernels.moe.sm100.plan import Product
 
 ROUND = Fitted(
     gap_us=1.0, dram_us=2.0, memory_share=0.5, l2_clock_bytes=10.0, issue_clocks=2.0, peer_us=3.0, link_share=0.25
@@ -80,6 +81,13 @@ def test_an_fp8_product_on_blackwell_has_a_cta_for_128_rows() -> None:
     launch = products.fp8_by_tcgen05("wqkv_a", 64, 1536, 4096, B200)
     assert launch.ctas == 12 and launch.busiest == (128 + 64) * 4096
     assert launch.clocks["tensor"] == 32 * 2 * 128 * 64 * 128 / 16384
+
+
+@pytest.mark.parametrize(("rows", "slots"), [(256, "96 slots, pair"), (384, "96 slots")])
+def test_experts_on_blackwell_have_pairs_for_an_even_number_of_tiles_of_rows(rows: int, slots: str) -> None:
+    found = blackwell._product(Product.GATE_UP, 296, rows, 4096, 96, 1.0, B200)
+    static = blackwell._static("experts_sm100_static.json")[f"MXFP8_MXFP4, GATE_UP, {slots}"]
+    assert found.clocks["port"] == static["port"] * 2 * rows // 128  # 148 multiprocessors
 
 
 def test_a_product_in_fp32_of_few_tokens_shares_multiprocessors() -> None:
