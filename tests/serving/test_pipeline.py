@@ -207,9 +207,14 @@ def test_what_stages_do_not_do_is_refused(running: Served) -> None:
     model = requests.get(f"{server.url}/model_info", timeout=60).json()["model_path"]
     update = requests.post(f"{server.url}/update_weights_from_disk", json={"model_path": model}, timeout=120)
     assert update.status_code == 400 and "with --pp-size above 1" in update.text
-    search = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, "stop_regex": "a+"}}
-    refused = requests.post(f"{server.url}/generate", json=search, timeout=60)
-    assert refused.status_code == 400 and "stop_regex is not supported with --pp-size" in refused.text
+    for parameters, named in (
+        ({"stop_regex": "a+"}, "stop_regex is not supported with --pp-size"),
+        ({"stop_token_ids": [5000]}, "Stop token id 5000 is not in the vocabulary"),
+    ):
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4, **parameters}}
+        refused = requests.post(f"{server.url}/generate", json=body, timeout=60)
+        assert refused.status_code == 400 and named in refused.text, refused.text
+        assert server.is_alive(), "both stages refuse it"
     waiting = requests.post(f"{server.url}/flush_cache", params={"timeout": 5}, timeout=60)
     assert waiting.status_code == 400 and "--pp-size above 1" in waiting.text
     assert server.is_alive()

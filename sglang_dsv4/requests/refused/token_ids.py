@@ -6,6 +6,7 @@ in the scheduler, which knows the vocabulary, the sampling backend and the specu
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from sglang_dsv4.determinism import flag, refused_requests
@@ -31,6 +32,9 @@ def refuse_unknown_token_ids(error: str | None, req: Req, *args: object, **kwarg
     """
     if live_parts() is None:
         return error
+    # The first stage of a pipeline sends the parameters on after this: the next stage must find them as they came, or
+    # it would not refuse the request.
+    req.sampling_params = copy.copy(req.sampling_params)
     for what, ids in (("Token", req.origin_input_ids), ("Stop token", req.sampling_params.stop_token_ids)):
         unknown = [token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size] if ids else []
         if unknown:

@@ -121,6 +121,9 @@ def copy_into(to: Any, origin: Any) -> None:
     elif isinstance(to, (list, tuple)):
         for one, other in zip(to, origin, strict=True):
             copy_into(one, other)
+    elif isinstance(to, dict):
+        for name in to:
+            copy_into(to[name], origin[name])
     elif dataclasses.is_dataclass(to):
         for field in dataclasses.fields(to):
             copy_into(getattr(to, field.name), getattr(origin, field.name))

@@ -65,8 +65,10 @@ def test_what_does_not_travel_with_the_first_token_gets_a_reason(monkeypatch: py
 def test_unknown_token_ids_get_a_reason(request_: SimpleNamespace, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert token_ids.refuse_unknown_token_ids(None, request_) is None  # type: ignore[arg-type]  # another model
     monkeypatch.setattr(live, "_live", object())
+    sent, before = request_.sampling_params, dict(vars(request_.sampling_params))
     reason = token_ids.refuse_unknown_token_ids(None, request_)  # type: ignore[arg-type]
     assert reason is not None and named in reason
+    assert vars(sent) == before, "the next stage of a pipeline gets them after this, and must refuse the request, too"
     # SGLang computes one token of a refused request, with its sampling parameters.
     assert request_.sampling_params.stop_token_ids is None and request_.logprob.top_logprobs_num == 0
     assert token_ids.refuse_unknown_token_ids("too long", request_) == "too long"  # type: ignore[arg-type]
