@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish, hc_post
+from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.peer_sums import Part
-from sglang_dsv4.layers.sequence_parallel import RowShards
+from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.model_config.config import Config
 
 
@@ -31,11 +31,6 @@ class Pending(NamedTuple):
     def with_output(self, output: Tensor | Part) -> Pending:
         """The same streams with the sublayer's output [T, d], or a part of it, to be written back."""
         return Pending(self.streams, output, self.post, self.comb)
-
-    def complete(self) -> Tensor:
-        """The streams [T, n, d] with the output written back, as the next sublayer would read them."""
-        output = self.output.total() if isinstance(self.output, Part) else self.output
-        return hc_post(output, self.streams, self.post, self.comb)
 
 
 def _fp32(*shape: int) -> nn.Parameter:
@@ -82,6 +77,14 @@ class HyperConnection(nn.Module):
         x, post, comb, *codes = made
         made = SublayerInput(x, Fp8Input(*codes)) if codes else self.gathered(x, rows)
         return made, Pending(streams, None, post, comb)
+
+    def written_back(self, pending: Pending, norm: RMSNorm) -> Tensor:
+        """The streams [T, n, d] with the last sublayer's output written back, for the next stage of a pipeline.
+
+        A boundary writes them, as between two layers of one stage, so that the bits are equal. The mixture that it
+        makes with this sublayer's coefficients is dropped.
+        """
+        return self(pending, norm, ALL_ROWS)[1].streams
 
     def gathered(self, x: Tensor, rows: RowShards | RowsOfExperts) -> SublayerInput:
         """A sublayer's input, gathered from every rank's own normed rows `x [T, d]`."""

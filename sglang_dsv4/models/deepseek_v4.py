@@ -173,7 +173,8 @@ class DeepseekV4Model(nn.Module):
         pending = Pending(streams)
         for layer_id in self.stage.layers:
             pending = self.layers[layer_id](pending, positions, input_ids, rows)
-        return rows.gather(pending.complete().flatten(1))
+        last = self.layers[self.stage.layers[-1]]
+        return rows.gather(last.hc_ffn.written_back(pending, last.ffn_norm).flatten(1))
 
     def forward(
         self,
