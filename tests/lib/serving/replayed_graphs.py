@@ -115,15 +115,17 @@ class ReplayedGraphs:
 
 def copy_into(to: Any, origin: Any) -> None:
     """Copy results into the tensors of the capture, where a recorded graph writes them."""
+    from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
     if isinstance(to, Tensor):
         if to.data_ptr() != origin.data_ptr():
             to.copy_(origin)
     elif isinstance(to, (list, tuple)):
         for one, other in zip(to, origin, strict=True):
             copy_into(one, other)
-    elif isinstance(to, dict):
-        for name in to:
-            copy_into(to[name], origin[name])
+    elif isinstance(to, PPProxyTensors):  # of a pipeline's stage; no dataclass
+        for name, tensor in to.tensors.items():
+            copy_into(tensor, origin.tensors[name])
     elif dataclasses.is_dataclass(to):
         for field in dataclasses.fields(to):
             copy_into(getattr(to, field.name), getattr(origin, field.name))
