@@ -253,7 +253,7 @@ def test_the_reason_is_given_under_the_flag(on: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(live, "_live", object())
     monkeypatch.setattr(token_ids, "accelerator_setup", lambda: (True, None))
     monkeypatch.setattr(token_ids, "transfers", lambda: False)
-    req = request(presence_penalty=1.0, sampling_seed=None, stop_token_ids=None)  # type: ignore[arg-type]
+    req = request(presence_penalty=1.0, sampling_seed=None, stop_token_ids=None, stop_regex_strs=[])  # type: ignore[arg-type]
     req.origin_input_ids, req.input_embeds, req.vocab_size = [5], None, 10
     req.logprob = SimpleNamespace(top_logprobs_num=0)
     registry.require_batch_invariance(on)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,7 +121,8 @@ def test_streams_are_gathered_only_if_they_are_read(mode: CaptureHiddenMode, mon
     streams, row, given = torch.randn(3, 8), torch.randn(6, 2), {}
     model = DeepseekV4ForCausalLM.__new__(DeepseekV4ForCausalLM)
     nn.Module.__init__(model)
-    model.model, model.lm_head = lambda *arguments: (row, streams, []), None
+    model.model, model.lm_head = Mock(return_value=(row, streams, [])), None
+    model.stage = SimpleNamespace(is_first=True, is_last=True)
     model.logits_processor = lambda *arguments, **for_draft: given.update(for_draft)
     monkeypatch.setattr(sequence_parallel, "of_forward", lambda mode, tokens: Rows(tokens, 2, 0))
     monkeypatch.setattr(data_parallel, "is_on", lambda: False)

@@ -97,7 +97,7 @@ def test_going_on_from_what_replayed_graphs_decoded(engine: ServedEngine, monkey
     runner, backend = engine.harness.runner, engine.harness.backend
     forward, replays = runner.forward, []
 
-    def replayed(batch: ForwardBatch) -> object:
+    def replayed(batch: ForwardBatch, **others: object) -> object:
         if batch.forward_mode.is_decode():
             batch_fields = ("input_ids", "positions", "req_pool_indices", "seq_lens", "seq_lens_cpu")
             buffers = SimpleNamespace(mamba_track_indices=None, **{name: getattr(batch, name) for name in batch_fields})
@@ -116,7 +116,7 @@ def test_going_on_from_what_replayed_graphs_decoded(engine: ServedEngine, monkey
             backend.init_forward_metadata_in_graph(view)
             batch.mark_forward_metadata_ready()
             replays.append(view)
-        return forward(batch)
+        return forward(batch, **others)
 
     prompt, output = some(55, 500), some(56, 20)
     full = [*prompt, *output, *some(57, 30)]
