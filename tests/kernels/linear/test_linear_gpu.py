@@ -21,6 +21,7 @@ from ops.memory_layout import far_apart, strided
 from ops.number_formats import same_bits
 from ops.order_of_summation import channels_that_sum_together, in_order
 from ops.row_kernels import ARCH, KERNELS, SCHEDULES, assert_no_spills, emulated_row_kernel
+from selection.marks import with_slow_marks
 from torch import Tensor
 
 from dsv4_kernels import registry
@@ -82,7 +83,7 @@ def assert_products(got: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 @EACH_TILE
-@pytest.mark.parametrize("channels", [8, 64, 264, 520], ids="K{}".format)
+@pytest.mark.parametrize("channels", with_slow_marks([8, 64, 264, 520], quick=[8, 264]), ids="K{}".format)
 def test_it_multiplies(kernel: str, tile: str, channels: int) -> None:
     """Two output groups, 65 rows and 17 tokens: one beyond a tile; for `wgmma`, which writes pairs, 66 rows and a token
     beyond. Gaps between rows and missing channels are NaN."""
