@@ -286,7 +286,8 @@ class Trace:
         case = self._cases[int(len(self._cases) * rng.random() ** 2)]
         kind, after_s = rng.random(), rng.random() ** 2 * 1.5
         if kind < 0.05:
-            return self._batch, (case, self._rng.choice(self._cases)), name
+            # The router takes one `sampling_params` for a batch.
+            return self._batch, (case, rng.choice([one for one in self._cases if one.sampling == case.sampling])), name
         if kind < 0.7:
             return self._whole, case, name, rng.random() < 0.5
         if kind < 0.8:
@@ -313,7 +314,8 @@ class Trace:
 
     def _batch(self, cases: tuple[Case, ...], name: str) -> None:
         deaths, bodies = self._deaths, [case.body(f"{name}-{i}", False) for i, case in enumerate(cases)]
-        body = {key: [one[key] for one in bodies] for key in ("input_ids", "sampling_params", "rid")}
+        body = {key: [one[key] for one in bodies] for key in ("input_ids", "rid")}
+        body["sampling_params"] = bodies[0]["sampling_params"]
         try:
             response = requests.post(
                 f"{self._sides.router}/generate", json=body | {"return_logprob": True}, timeout=TIMEOUT_S
