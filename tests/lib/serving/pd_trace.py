@@ -286,7 +286,7 @@ class Trace:
         case = self._cases[int(len(self._cases) * rng.random() ** 2)]
         kind, after_s = rng.random(), rng.random() ** 2 * 1.5
         if kind < 0.05:
-            # The router takes one `sampling_params` for a batch.
+            # The router takes one `sampling_params` for a batch, and no list of ids (`rid`).
             return self._batch, (case, rng.choice([one for one in self._cases if one.sampling == case.sampling])), name
         if kind < 0.7:
             return self._whole, case, name, rng.random() < 0.5
@@ -313,9 +313,8 @@ class Trace:
         self._compare(what, case, name, answer, whole=True)
 
     def _batch(self, cases: tuple[Case, ...], name: str) -> None:
-        deaths, bodies = self._deaths, [case.body(f"{name}-{i}", False) for i, case in enumerate(cases)]
-        body = {key: [one[key] for one in bodies] for key in ("input_ids", "rid")}
-        body["sampling_params"] = bodies[0]["sampling_params"]
+        deaths, bodies = self._deaths, [case.body(name, False) for case in cases]
+        body = {"input_ids": [one["input_ids"] for one in bodies], "sampling_params": bodies[0]["sampling_params"]}
         try:
             response = requests.post(
                 f"{self._sides.router}/generate", json=body | {"return_logprob": True}, timeout=TIMEOUT_S
