@@ -87,9 +87,8 @@ def _outputs(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(tokens [n], their choices [n], weighted outputs [n, d] in x's dtype) of each expert of this rank."""
     local = experts.long() - expert_offset
-    for (
-        expert
-    ) in local.unique().tolist():  # rising ids: the order of a token's sum depends on its experts, not on the batch
+    # Rising ids: the order of a token's sum depends on its experts, not on the batch.
+    for expert in local.unique().tolist():
         if not 0 <= expert < w13.shape[0]:
             continue
         tokens, choice = (local == expert).nonzero(as_tuple=True)

@@ -1,9 +1,9 @@
 """The stage that this process belongs to, and small messages between the stages' schedulers.
 
 A stage (`--pp-size`) has consecutive layers, with their pools, tails and files. Between two stages travel the four
-streams of each row, complete: the output of a stage's last sublayer is written back before they are sent, in the
-operation that a boundary begins with, so that a row's bits do not depend on the number of stages. Every stage has the
-batch's token ids, which hash-routed layers read.
+streams of each row, complete: the output of a stage's last sublayer is written back before they are sent, by a
+boundary, so that a row's bits do not depend on the number of stages. Every stage has the batch's token ids, which
+hash-routed layers read.
 
 Each stage has a scheduler of its own, which gets the same requests in the same round of its loop and must decide alike.
 Stage 0 may be some rounds ahead, and later stages finish a round only after stage 0 has begun the next: a reduction

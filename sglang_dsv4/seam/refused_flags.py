@@ -7,7 +7,7 @@ without the effect that the user asked for. `docs/server_flags.toml` has the ans
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sglang_dsv4 import env
@@ -371,11 +371,7 @@ def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's vi
         ValueError: names the flag, its value and why.
     """
     mode = f"with --disaggregation-mode {arguments.disaggregation_mode}"
-    for refusal in BETWEEN_SERVERS:
-        value = getattr(arguments, refusal.argument)
-        if refusal.is_refused(value):
-            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
-            raise ValueError(f"sglang-dsv4 does not support {shown} {mode}: {refusal.why}")
+    _refuse(arguments, BETWEEN_SERVERS, f" {mode}")
     if arguments.disaggregation_mode == "decode" and arguments.enable_hierarchical_cache:
         raise ValueError(
             f"sglang-dsv4 does not support --enable-hierarchical-cache {mode}: a decode server computes no prompt that "
@@ -401,13 +397,8 @@ def refuse_with_stages(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
     Raises:
         ValueError: names the flag, its value and why.
     """
-    if arguments.pp_size == 1:
-        return
-    for refusal in WITH_STAGES:
-        value = getattr(arguments, refusal.argument)
-        if refusal.is_refused(value):
-            shown = refusal.flag if value is True else f"{refusal.flag} {value}"
-            raise ValueError(f"sglang-dsv4 does not support {shown} with --pp-size {arguments.pp_size}: {refusal.why}")
+    if arguments.pp_size > 1:
+        _refuse(arguments, WITH_STAGES, f" with --pp-size {arguments.pp_size}")
 
 
 def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLang's view of it
@@ -442,11 +433,17 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
     Raises:
         ValueError: names the flag, its value and why.
     """
-    for refusal in (*REFUSALS, *(AS_GIVEN if as_given else ()), *(ON_A_CPU if arguments.device == "cpu" else ())):
+    _refuse(arguments, (*REFUSALS, *(AS_GIVEN if as_given else ())), "")
+    if arguments.device == "cpu":
+        _refuse(arguments, ON_A_CPU, " on a CPU")
+
+
+def _refuse(arguments: Any, refusals: Sequence[Refusal], where: str) -> None:
+    """Raise for the first of these refusals that holds; `where` follows the flag in the message."""
+    for refusal in refusals:
         value = getattr(arguments, refusal.argument)
         if refusal.is_refused(value):
             shown = refusal.flag if value is True else f"{refusal.flag} {value}"
-            where = " on a CPU" if refusal in ON_A_CPU else ""
             raise ValueError(f"sglang-dsv4 does not support {shown}{where}: {refusal.why}")
 
 
