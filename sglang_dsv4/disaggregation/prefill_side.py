@@ -18,6 +18,8 @@ import torch
 from dsv4_radix_cache.pages import page_floor
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.seam.disaggregation_hooks import HANDLES_ABORTS
+from sglang_dsv4.seam.install import set_attribute
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
@@ -118,48 +120,55 @@ def hear_under_lock(
     original: Callable[..., Callable[[], Any]], manager: CommonKVManager, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
     """A function that receives the next message, and lets no room end while it is handled; around
-    `_make_worker_recv`, which is called before the server is live."""
+    `_make_worker_recv`, which is called before the server is live. Mooncake's manager gets :func:`hear_decode`."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
     receive = original(manager, *args, **kwargs)
     if manager.disaggregation_mode.value != "prefill":
         return receive
+    if isinstance(manager, MooncakeKVManager):
+        set_attribute(manager, HANDLES_ABORTS)
     return rooms_of(manager).locked_after(receive)
 
 
-def hear_decode(original: Callable[..., bool], manager: MooncakeKVManager, msg: list[bytes]) -> bool:
-    """If a decode server names its pages for a request that has ended here, tell it so; if it aborts a request that is
-    not here yet, remember that.
+def hear_decode(handle: Callable[[list[bytes]], bool], manager: MooncakeKVManager) -> Callable[[list[bytes]], bool]:
+    """The manager's `_handle_abort_notification`: if a decode server names its pages for a request that has ended here,
+    tell it so; if it aborts a request that is not here yet, remember that.
 
-    Around `_handle_abort_notification`, through which every message of a decode server goes. SGLang opens the room of a
-    request that has ended anew, and forgets an abort that comes first: a request waits for a timeout of minutes, and
-    rooms stay here.
+    Every message of a decode server goes through this function. SGLang opens the room of a request that has ended anew,
+    and forgets an abort that comes first: a request waits for a timeout of minutes, and rooms stay here.
 
     Returns:
-        Whether the message needs no further handling.
+        A function of a message, which says whether the message needs no further handling.
     """
-    if live_parts() is None:
-        return original(manager, msg)
-    from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification
-    from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
-    rooms = rooms_of(manager)
-    if original(manager, msg):
-        abort = AbortNotification.from_zmq(msg) if msg[0] == ABORT_TAG else None
-        if abort is not None and rooms.end_there(abort.room):
-            for table in (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len):
-                table.pop(abort.room, None)
+    def hear(msg: list[bytes]) -> bool:
+        if live_parts() is None:
+            return handle(msg)
+        from sglang.srt.disaggregation.base import KVPoll
+        from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification
+        from sglang.srt.disaggregation.mooncake.conn import TransferInfo
+
+        rooms = rooms_of(manager)
+        if handle(msg):
+            abort = AbortNotification.from_zmq(msg) if msg[0] == ABORT_TAG else None
+            if abort is not None and rooms.end_there(abort.room):
+                for table in (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len):
+                    table.pop(abort.room, None)
+            return True
+        reason = rooms.why_ended(room := int(msg[0])) if msg[0].isdigit() else None
+        if reason is None:
+            return False
+        info = TransferInfo.from_zmq(msg)
+        manager.send_kv_status_message(
+            targets=[] if info.is_dummy else [(info.endpoint, info.dst_port)],
+            bootstrap_room=room,
+            status=KVPoll.Failed,
+            failure_reason=reason,
+        )
         return True
-    reason = rooms.why_ended(room := int(msg[0])) if msg[0].isdigit() else None
-    if reason is None:
-        return False
-    info = TransferInfo.from_zmq(msg)
-    manager.send_kv_status_message(
-        targets=[] if info.is_dummy else [(info.endpoint, info.dst_port)],
-        bootstrap_room=room,
-        status=KVPoll.Failed,
-        failure_reason=reason,
-    )
-    return True
+
+    return hear
 
 
 def open_room(

@@ -6,6 +6,7 @@ from sglang_dsv4.seam.hook_kinds import Hook, Kind, Process
 
 HOST_INDICES = "supports_host_tensor_indices"
 CARRIES_REASON = "kv_status_msg_carries_reason"
+HANDLES_ABORTS = "_handle_abort_notification"
 
 _SGLANG = "sglang.srt.disaggregation"
 _MOONCAKE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine"
@@ -41,10 +42,12 @@ DISAGGREGATION = (
          f"{_OURS}.prefill_side:tell_decode",
          "a request that the prefill server gives up ends on the decode server, too, and not after minutes",
          "SGLang tells the decode server"),
-    Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVManager._handle_abort_notification", Kind.AROUND, Process.SCHEDULER,
+    # Not around the class's method: plugins are loaded before a launcher names the folder of its metrics. A launcher
+    # that has imported the scheduler would import Mooncake's module, and prometheus_client without that folder.
+    Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVManager.{HANDLES_ABORTS}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_OURS}.prefill_side:hear_decode",
-         "a request that ends on one server before the other knows of it ends there, too, and not after minutes",
-         "SGLang remembers rooms that have ended"),
+         "a request that ends on one server before the other knows of it ends there, too, and not after minutes "
+         "(`disaggregation.prefill_side.hear_under_lock`)", "SGLang remembers rooms that have ended"),
     Hook(f"{_SGLANG}.common.conn.CommonKVManager._make_worker_recv", Kind.AROUND, Process.SCHEDULER,
          f"{_OURS}.prefill_side:hear_under_lock", "no room ends while a decode server's message about it is handled",
          "SGLang's scheduler and its thread share a lock"),

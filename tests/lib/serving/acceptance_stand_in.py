@@ -216,17 +216,20 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return None
             if what.fault == "errors" and asked % 7 == 0:
-                return self.send(500, {"error": "planted"})
-            return self.chat(body, what.running)
-        finally:
+                answer = 500, {"error": "planted"}
+            else:
+                answer = self.chat(body, what.running)
+        finally:  # before the answer, which lets the client send its next request
             with what.lock:
                 what.running -= 1
+        return self.send(*answer)
 
-    def chat(self, body: dict[str, Any], at_once: int) -> None:
+    def chat(self, body: dict[str, Any], at_once: int) -> tuple[Any, ...]:
+        """Return the arguments of :meth:`send`."""
         what = self.what
         ids = what.tokenize(what.render(body, "chat"))
         if len(ids) > what.longest:
-            return self.send(400, {"message": f"{len(ids)} tokens exceed {what.longest}"})
+            return 400, {"message": f"{len(ids)} tokens exceed {what.longest}"}
         cached = what.cached(ids, body.get("cache_salt", "") if what.fault != "no salt" else "")
         text, calls = what.look_up(body, len(ids))
         official = OFFICIAL.get(body["messages"][0]["content"])
@@ -247,10 +250,10 @@ class Handler(BaseHTTPRequestHandler):
         counted = len(ids) if official is None else official.prompt_tokens + (what.fault == "one token more")
         usage = {"prompt_tokens": counted, "completion_tokens": len(rows)}
         if not body.get("stream"):
-            return self.send(200, {"choices": [choice], "usage": usage})
+            return 200, {"choices": [choice], "usage": usage}
         return self.stream(choice, usage)
 
-    def stream(self, choice: dict[str, Any], usage: dict[str, int]) -> None:
+    def stream(self, choice: dict[str, Any], usage: dict[str, int]) -> tuple[Any, ...]:
         """Two pieces of text, a call in two pieces, then the end."""
         text, calls = choice["message"]["content"], choice["message"]["tool_calls"]
         deltas = [{"content": text[:3]}, {"content": text[3:]}]
@@ -268,7 +271,7 @@ class Handler(BaseHTTPRequestHandler):
         ]
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
         end = "" if self.what.fault == "no end of stream" else "data: [DONE]\n\n"
-        self.send(200, "".join(lines) + end, "text/event-stream")
+        return 200, "".join(lines) + end, "text/event-stream"
 
 
 @contextmanager

@@ -300,9 +300,6 @@ class RoomsManager(MooncakeKVManager):
         self.disaggregation_mode = SimpleNamespace(value="prefill")
         self.server_socket, self.told, self.enable_deferred_decode_kv_release = None, [], True
 
-    def _handle_abort_notification(self, msg: list[bytes]) -> bool:
-        return prefill_side.hear_decode(sglangs(MooncakeKVManager._handle_abort_notification), self, msg)
-
     def resolve_kv_replica_factor(self, infos: Any) -> None:
         pass
 

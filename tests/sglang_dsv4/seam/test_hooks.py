@@ -83,6 +83,20 @@ def test_importing_the_table_imports_nothing_else() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_plugin_is_loaded_without_a_client_of_metrics() -> None:
+    """prometheus_client reads the folder of a server's metrics when it is imported. A launcher names that folder after
+    it has loaded the plugin, and may have imported the scheduler before: SGLang's `Engine` does."""
+    code = (
+        "import sys, sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "from sglang_dsv4.seam.install import installed\n"
+        "print(len(installed()) > 100, 'prometheus_client' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
 # ---- how rows are installed
 
 
