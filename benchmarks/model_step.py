@@ -98,7 +98,7 @@ def document() -> dict[str, object]:
             for model, ranks in ((FLASH, 4), (PRO, 8))
         },
         "blind": blind.predictions(),
-        "what_if": {"few_heads": what_if.few_heads(), "narrow_tiles": what_if.narrow_tiles()},
+        "what_if": {"few_heads": what_if.few_heads(), "tiles_of_products": what_if.tiles_of_products()},
     }
 
 
