@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4_kernels.host.arch import ARCHITECTURES
-from dsv4_kernels.linear import fp8_blackwell, fp8_plan, fp8_tcgen05, fp8_weight_gpu
+from dsv4_kernels.linear import fp8_plan, fp8_tcgen05_plan, fp8_weight_gpu
 from dsv4_kernels.linear import gpu as invariant
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Tile
 from step_model.hardware import Gpu
@@ -89,7 +89,13 @@ def deepgemm_hopper(name: str, tokens: int, rows: int, channels: int, gpu: Gpu) 
 
 
 def fp8_by_tcgen05(
-    name: str, tokens: int, rows: int, channels: int, gpu: Gpu, plan: fp8_tcgen05.Plan | None = None, sharing: int = 1
+    name: str,
+    tokens: int,
+    rows: int,
+    channels: int,
+    gpu: Gpu,
+    plan: fp8_tcgen05_plan.Plan | None = None,
+    sharing: int = 1,
 ) -> Launch:
     """Return the counts of `linear_fp8` on Blackwell (kernels/linear/fp8_tcgen05.py).
 
@@ -101,15 +107,17 @@ def fp8_by_tcgen05(
         sharing: CTAs, with neighbouring rows, each of which loads a part of the tokens for all of them. No kernel has
             more than one.
     """
-    plan = plan or fp8_blackwell.plan_for(tokens, rows, gpu.multiprocessors)
-    tiles = fp8_blackwell.num_tiles(plan, tokens, rows)
+    plan = plan or fp8_tcgen05_plan.plan_for(tokens, rows, gpu.multiprocessors)
+    tiles = fp8_tcgen05_plan.num_tiles(plan, tokens, rows)
     rounds = -(-tiles // gpu.multiprocessors)
-    blocks = channels // fp8_tcgen05.BLOCK
-    tile = (plan.rows + min(tokens, plan.tokens) / sharing) * channels
+    blocks = channels // fp8_tcgen05_plan.BLOCK
+    of_tokens = min(tokens, plan.tokens) / sharing
+    tile = (plan.rows + of_tokens) * channels
+    first = min(1.0, plan.stages * plan.blocks / (rounds * blocks))  # of a CTA's weights
     stage = plan.rows * 128 + plan.tokens * 128
     # A block writes both operands' codes and scales into shared memory, and the tensor core reads M and N rows.
-    port = (stage + (fp8_tcgen05.LANES + plan.tokens) * 128 + 2 * 1024) / 128
-    tensor = 2 * fp8_tcgen05.LANES * max(plan.tokens, 64) * 128 / (2 * gpu.bf16_flops_clock)
+    port = (stage + (fp8_tcgen05_plan.LANES + plan.tokens) * 128 + 2 * 1024) / 128
+    tensor = 2 * fp8_tcgen05_plan.LANES * max(plan.tokens, 64) * 128 / (2 * gpu.bf16_flops_clock)
     of_stage, of_block = TCGEN05_SCALE_INSTRUCTIONS
     instructions = of_stage + plan.blocks * of_block
     scales = gpu.fitted.issue_clocks * instructions + 2 * BARRIER_CLOCKS + 2 * LDMATRIX_CLOCKS
@@ -129,6 +137,7 @@ def fp8_by_tcgen05(
         },
         chain=STAGE_CLOCKS + STORE_CLOCKS,
         from_l2=1,
+        ahead=first * plan.rows / (plan.rows + of_tokens),
     )
 
 

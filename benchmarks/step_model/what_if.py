@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsv4_kernels.linear import fp8_blackwell, fp8_tcgen05
+from dsv4_kernels.linear import fp8_tcgen05_plan
 from step_model import blackwell, products
 from step_model.hardware import B200
 from step_model.launch import time_us
@@ -68,8 +68,8 @@ def tiles_of_products() -> list[dict[str, object]]:
         for name, (rows, channels) in products_of(model, ranks).items():
             for tokens in (1, 16, 64, 128):
                 case = name, tokens, rows, channels, B200
-                plan = fp8_blackwell.plan_for(tokens, rows, B200.multiprocessors)
-                widest = fp8_tcgen05.Plan(next(width for width in fp8_tcgen05.WIDTHS if tokens <= width))
+                plan = fp8_tcgen05_plan.plan_for(tokens, rows, B200.multiprocessors)
+                widest = fp8_tcgen05_plan.Plan(next(width for width in fp8_tcgen05_plan.WIDTHS if tokens <= width))
                 launch = products.fp8_by_tcgen05(*case)
                 found.append(
                     {

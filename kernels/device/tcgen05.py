@@ -70,6 +70,11 @@ def set_up(
             `tcgen05.fence::after_thread_sync` must follow it.
     """
     mbarrier.initialise(barriers, groups)
+    allocate(tmem_address, columns, ctas)
+
+
+def allocate(tmem_address: cutlass.Pointer, columns: int, ctas: int = 1) -> None:
+    """Allocates tensor memory, as `set_up`, which initialises mbarriers too."""
     dependent_launch.wait()
     prims.tcgen05_alloc(tmem_address, columns, group=group_of(ctas))
     prims.tcgen05_relinquish_alloc_permit(group=group_of(ctas))

@@ -12,7 +12,8 @@ from torch import Tensor
 from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
-from dsv4_kernels.linear.fp8_tcgen05 import BLOCK, ROWS, WIDTHS, Arguments, Plan, launch
+from dsv4_kernels.linear.fp8_tcgen05 import launch
+from dsv4_kernels.linear.fp8_tcgen05_plan import BLOCK, Arguments, Plan, num_tiles, plan_for, plans
 from dsv4_kernels.model_shapes import ModelShapes
 
 
@@ -21,43 +22,13 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_launcher("linear_fp8_sm100", plan, arch, launch, Arguments, Int32, plan)
 
 
-def plans() -> list[Plan]:
-    """Every plan. All give the same bits."""
-    return [Plan(tokens, rows) for rows in ROWS for tokens in WIDTHS if tokens <= 2 * rows]
-
-
-def num_tiles(plan: Plan, num_tokens: int, num_rows: int) -> int:
-    """Work tiles of a call."""
-    return -(-num_rows // plan.rows) * -(-num_tokens // plan.tokens)
-
-
-@functools.cache
-def plan_for(num_tokens: int, num_rows: int, multiprocessors: int) -> Plan:
-    """The plan whose work tiles have the fewest bytes, of those with as few work tiles one after the other on a
-    multiprocessor as the largest tiles that are worth it: 128 rows, and the tokens in the fewest tiles.
-
-    A multiprocessor's time is that of loading its operands, so the work tiles of a narrow weight are small enough to
-    give a tile to most multiprocessors (docs/step_model.md).
-    """
-    tiles = -(-num_tokens // WIDTHS[-1])
-    widest = next(width for width in WIDTHS if -(-num_tokens // tiles) <= width)
-
-    def rounds(plan: Plan) -> int:
-        return -(-num_tiles(plan, num_tokens, num_rows) // multiprocessors)
-
-    most = rounds(Plan(widest))
-    return min(
-        (plan for plan in plans() if plan.tokens <= widest and rounds(plan) <= most),
-        key=lambda plan: (plan.rows + min(plan.tokens, num_tokens), plan.rows),
-    )
-
-
 def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, plan: Plan | None = None) -> Tensor:
     """`dsv4_kernels.linear.linear_fp8` on Blackwell: K a multiple of 128, both operands' scales powers of two.
 
     Args:
         codes, scales, weight, weight_scale: as in `linear_fp8`; rows of codes and weight at multiples of 16 bytes. The
-            scales' mantissas are not read.
+            scales' mantissas are not read. No kernel may write weights while a model runs: they are read before the
+            previous kernel has ended.
         plan: None chooses. The bits are the same.
 
     Raises:

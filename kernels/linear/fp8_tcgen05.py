@@ -18,11 +18,10 @@ Warps of a CTA, and their waits:
 A scale of 128 channels, fp32 and a power of two in global memory, becomes a ue8m0, byte b of a word for block b of the
 stage; the four products of a block name that byte. A weight's scale is that of 128 rows. All of K is summed in tensor
 memory in one order, so a token's bits depend neither on the other tokens nor on the work tile.
-"""
 
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
+CODES does not wait for the kernel before, to load weights (`dependent_launch`, rule 1): while that kernel ends, the
+weights of all stages that the first work tile fills are in flight.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -31,177 +30,28 @@ import cutlass.experimental.cuda as experimental_cuda
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.experimental import primitives as prims
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, ptx, tcgen05
+from dsv4_kernels.device import bf16_rows, dependent_launch, mbarrier, ptx, tcgen05
 from dsv4_kernels.device.mbarrier import arrive, wait
 from dsv4_kernels.device.pipeline import stage_of
 from dsv4_kernels.device.pointers import typed
-from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, as_float, load_tmem, swizzled, tmem_columns, unswizzled
-
-BLOCK = 128
-"""Channels of K that share a scale; rows of a weight's scale."""
-LANES = 128
-"""The M of an instruction, and the lanes of tensor memory."""
-ROWS = (32, 64, 128)
-"""Weight rows of a work tile."""
-WIDTHS = (16, 32, 64, 128, 192)
-"""Tokens of a work tile: the N of an instruction."""
-PRODUCTS_PER_BLOCK = 4
-PRODUCT_BYTES = SWIZZLE_ROW_BYTES // PRODUCTS_PER_BLOCK
-SCALE_ROWS = 128
-SCALE_TILE_BYTES = SCALE_ROWS * 4
-"""Bytes of four scales of each of 128 rows, in the order of `tcgen05.cp.32x128b.warpx4`."""
-SCALE_COLUMNS = 4
-CHUNK = 16
-ACCUMULATORS = 2
-MAX_STAGES = 8
-MAX_SMEM = 227 * 1024
-AHEAD = 3
-"""Most stages whose scales a thread loads ahead."""
-
-
-class Barrier(IntEnum):
-    """First index of each group of mbarriers."""
-
-    CODES = 0  # [stages] codes are in shared memory
-    SCALES = MAX_STAGES  # [stages] scales are in shared memory
-    EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
-    DONE = 3 * MAX_STAGES  # [ACCUMULATORS] a work tile's sums are in the accumulator buffer
-    FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogue has read the accumulator buffer
-    COUNT = FREE + ACCUMULATORS
-
-
-class Warp(IntEnum):
-    """First warp of each role."""
-
-    EPILOGUE = 0  # 4: warp w accesses lanes 32 w to 32 w + 31
-    SCALES = 4  # 4
-    CODES = 8
-    MMA = 9
-    COUNT = 10
-
-
-THREADS = Warp.COUNT * 32
-GROUP_THREADS = 128
-WARPS_OF_GROUP = 4
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Compile-time parameters of the kernel. None of them changes a bit of a result."""
-
-    tokens: int
-    """Tokens of a work tile, of WIDTHS."""
-    rows: int = ROWS[-1]
-    """Weight rows of a work tile, of ROWS; at least half as many as tokens."""
-
-    def __post_init__(self) -> None:
-        if self.tokens not in WIDTHS:
-            raise ValueError(f"tokens of a tile is {self.tokens}; expected one of {WIDTHS}")
-        if self.rows not in ROWS or self.tokens > 2 * self.rows:
-            raise ValueError(
-                f"rows of a tile is {self.rows}; expected one of {ROWS}, and at least {self.tokens // 2} for "
-                f"{self.tokens} tokens"
-            )
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 128 channels in a stage. The warps' work of a stage besides copies and products (waits, fences, the
-        scales of a thread) takes longer than a small block's copies."""
-        return 4 if self.rows + self.tokens <= 80 else 2 if self.rows + self.tokens <= 128 else 1
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight's codes in a block of a stage."""
-        return self.rows * SWIZZLE_ROW_BYTES
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the tokens' codes in a block of a stage."""
-        return self.tokens * SWIZZLE_ROW_BYTES
-
-    @property
-    def epilogue_warps(self) -> int:
-        """Warps whose lanes of tensor memory have rows of the tile."""
-        return self.rows // 32
-
-    @property
-    def token_scale_tiles(self) -> int:
-        """Scale tiles of the tokens in a block."""
-        return -(-self.tokens // SCALE_ROWS)
-
-    @property
-    def scales_offset(self) -> int:
-        """Offset of the scales in a stage, after the codes of weight and tokens: a scale tile of the weight for each
-        block, then those of the tokens. The first of them becomes that of all blocks."""
-        return self.blocks * (self.weight_bytes + self.token_bytes)
-
-    @property
-    def codes_bytes(self) -> int:
-        """Bytes whose arrival completes a stage's CODES barrier."""
-        return self.scales_offset
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage, a multiple of the swizzle's period of 1,024."""
-        scales = (1 + self.token_scale_tiles) * self.blocks * SCALE_TILE_BYTES
-        return -(-(self.scales_offset + scales) // 1024) * 1024
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return min(MAX_STAGES, (MAX_SMEM - 2048) // self.stage_bytes)
-
-    @property
-    def ahead(self) -> int:
-        """Stages whose scales a thread loads ahead."""
-        return min(AHEAD, self.stages - 1)
-
-    @property
-    def barriers_offset(self) -> int:
-        """Offset of the [Barrier.COUNT] mbarriers, after the stages."""
-        return self.stages * self.stage_bytes
-
-    @property
-    def tmem_address_offset(self) -> int:
-        """Offset of the word to which the allocation of tensor memory writes its address."""
-        return self.barriers_offset + 8 * Barrier.COUNT
-
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.tmem_address_offset + 16
-
-    @property
-    def scales_column(self) -> int:
-        """First column of the scales in tensor memory, the weight's first, after the accumulators."""
-        return ACCUMULATORS * self.tokens
-
-    @property
-    def tmem_columns(self) -> int:
-        """Allocated columns, a power of two."""
-        used = self.scales_column + (1 + self.token_scale_tiles) * SCALE_COLUMNS
-        return 1 << max(used - 1, 31).bit_length()
-
-
-class Arguments(NamedTuple):
-    """A launch's arguments: device addresses, sizes and strides in bytes."""
-
-    codes: Int64  # e4m3 [tokens, k]
-    codes_row_bytes: Int64
-    scales: Int64  # fp32 [tokens, k / 128]
-    scales_row_bytes: Int64
-    scales_block_bytes: Int64
-    weight: Int64  # e4m3 [rows, k]
-    weight_row_bytes: Int64
-    weight_scale: Int64  # fp32 [rows / 128, k / 128], contiguous rows
-    weight_scale_row_bytes: Int64
-    out: Int64  # bf16 [tokens, rows]
-    out_row_bytes: Int64
-    num_tokens: Int32
-    num_rows: Int32
-    num_blocks: Int32  # k / 128
-    row_tiles: Int32
-    num_tiles: Int32
+from dsv4_kernels.device.tcgen05 import as_float, load_tmem, swizzled, tmem_columns, unswizzled
+from dsv4_kernels.linear.fp8_tcgen05_plan import (
+    ACCUMULATORS,
+    BLOCK,
+    CHUNK,
+    GROUP_THREADS,
+    LANES,
+    PRODUCT_BYTES,
+    PRODUCTS_PER_BLOCK,
+    SCALE_COLUMNS,
+    SCALE_ROWS,
+    SCALE_TILE_BYTES,
+    THREADS,
+    WARPS_OF_GROUP,
+    Arguments,
+    Barrier,
+    Warp,
+)
 
 
 @cute.jit
@@ -243,7 +93,9 @@ def kernel(
     barriers = typed(smem + plan.barriers_offset, Int64)
     tmem_address = typed(smem + plan.tmem_address_offset, Int32)
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp == Warp.MMA:
+    first, _, _ = cute.arch.block_idx()
+    stride, _, _ = cute.arch.grid_dim()
+    if warp == Warp.CODES:
         groups = [
             (Barrier.CODES, plan.stages, 1),
             (Barrier.SCALES, plan.stages, WARPS_OF_GROUP),
@@ -251,13 +103,15 @@ def kernel(
             (Barrier.DONE, ACCUMULATORS, 1),
             (Barrier.FREE, ACCUMULATORS, plan.epilogue_warps),
         ]
-        tcgen05.set_up(barriers, groups, tmem_address, plan.tmem_columns)
+        mbarrier.initialise(barriers, groups)
+        if prims.elect_sync():  # the same lane each time
+            load_first_weights(a, weight, smem, barriers, first, plan)
+    if warp == Warp.MMA:
+        tcgen05.allocate(tmem_address, plan.tmem_columns)
     prims.barrier_cta_sync_aligned(0)  # barriers and tensor memory are set up
     dependent_launch.begin()  # the next kernel may start: tensor memory is allocated
     tmem = prims.TmemAddr(tmem_address.load())
 
-    first, _, _ = cute.arch.block_idx()
-    stride, _, _ = cute.arch.grid_dim()
     if warp < Warp.SCALES:
         if warp < plan.epilogue_warps:
             finish_tiles(a, barriers, tmem, warp, first, stride, plan)
@@ -284,6 +138,45 @@ def wait_until_empty(barriers: cutlass.Pointer, count: Int32, plan: cutlass.Cons
 
 
 @cute.jit
+def stages_of_first_tile(a: Arguments, plan: cutlass.Constexpr) -> Int32:
+    """The stages that the first work tile fills at once."""
+    return cutlass.min((a.num_blocks + (plan.blocks - 1)) // plan.blocks, Int32(plan.stages))
+
+
+@cute.jit
+def load_first_weights(
+    a: Arguments,
+    weight: experimental_cuda.TensorMap,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    first: Int32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """One thread loads the weights of the stages that need not become empty, while the kernel before may still run."""
+    row = first % a.row_tiles * plan.rows
+    for stage in cutlass.range(stages_of_first_tile(a, plan)):
+        load_weights(weight, smem, barriers, stage, stage * plan.blocks, row, plan)
+
+
+@cute.jit
+def load_weights(
+    weight: experimental_cuda.TensorMap,
+    smem: cutlass.Pointer,
+    barriers: cutlass.Pointer,
+    stage: Int32,
+    block: Int32,
+    row: Int32,
+    plan: cutlass.Constexpr,
+) -> None:
+    """Announces a stage's bytes of both operands, and loads the weight's, from `block` on: zeros after the last."""
+    full = barriers + (Barrier.CODES + stage)
+    prims.mbarrier_arrive_expect_tx(full, plan.codes_bytes)
+    for i in cutlass.range_constexpr(plan.blocks):
+        target = smem + (stage * plan.stage_bytes + i * plan.weight_bytes)
+        prims.cp_async_bulk_tensor_shared_cta_global(target, weight.get_ptr(), ((block + i) * BLOCK, row), full)
+
+
+@cute.jit
 def load_codes(
     a: Arguments,
     weight: experimental_cuda.TensorMap,
@@ -294,27 +187,22 @@ def load_codes(
     stride: Int32,
     plan: cutlass.Constexpr,
 ) -> None:
-    """One thread loads the codes of both operands, stage after stage."""
+    """One thread loads the codes of both operands, stage after stage; the first stages have their weights."""
     count = Int32(0)
     for index in cutlass.range(first, a.num_tiles, stride):
         row = index % a.row_tiles * plan.rows
         token = index // a.row_tiles * plan.tokens
         for block in cutlass.range(0, a.num_blocks, plan.blocks):
-            wait_until_empty(barriers, count, plan)
             stage = stage_of(count, plan.stages).index
-            target = smem + stage * plan.stage_bytes
+            if count >= stages_of_first_tile(a, plan):
+                wait_until_empty(barriers, count, plan)
+                load_weights(weight, smem, barriers, stage, block, row, plan)
             full = barriers + (Barrier.CODES + stage)
-            prims.mbarrier_arrive_expect_tx(full, plan.codes_bytes)
-            for i in cutlass.range_constexpr(plan.blocks):  # zeros after the last block
-                channel = (block + i) * BLOCK
+            for i in cutlass.range_constexpr(plan.blocks):
+                offset = plan.blocks * plan.weight_bytes + i * plan.token_bytes
+                target = smem + (stage * plan.stage_bytes + offset)
                 prims.cp_async_bulk_tensor_shared_cta_global(
-                    target + i * plan.weight_bytes, weight.get_ptr(), (channel, row), full
-                )
-                prims.cp_async_bulk_tensor_shared_cta_global(
-                    target + (plan.blocks * plan.weight_bytes + i * plan.token_bytes),
-                    codes.get_ptr(),
-                    (channel, token),
-                    full,
+                    target, codes.get_ptr(), ((block + i) * BLOCK, token), full
                 )
             count = count + 1
 
