@@ -7,6 +7,7 @@ as JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -127,9 +128,10 @@ class Compared:
             return chosen[-1]
 
         of_forward = sequence_parallel.of_forward
-        with mock.patch.multiple(sequence_parallel, of_forward=counted, FEWEST_TOKENS=1, is_on=lambda: True):
+        with mock.patch.multiple(sequence_parallel, of_forward=counted, FEWEST_TOKENS=1):
             sharded = forwards()
-        return sharded, forwards(), sum(not rows.is_whole for rows in chosen)
+        with mock.patch.object(sequence_parallel, "is_on", lambda: False):
+            return sharded, forwards(), sum(not rows.is_whole for rows in chosen)
 
     def check(self, name: str, forwards: Callable[[], list[Tensor]], num_sharded: int) -> None:
         sharded, whole, count = self.both(forwards)
@@ -161,8 +163,11 @@ class Compared:
         return self.harness.run_many(prompts, 67, [280, 125, 250, 24], [0, 1, 0, 3])
 
 
-def model(rank: int, ranks: int, port: int, folder: str, dtype: str, algorithm: str, flag: str) -> dict[str, bool]:
+def model(
+    rank: int, ranks: int, port: int, folder: str, dtype: str, algorithm: str, flag: str, switch: str
+) -> dict[str, bool]:
     """Compare a whole model in the harness."""
+    os.environ[sequence_parallel.VARIABLE] = switch
     drafts = {"EAGLE": SPECULATION, "DSPARK": {"speculative_algorithm": "DSPARK"}}[algorithm]
     options = {"enable_deterministic_inference": True} if flag == "flag" else {}
     harness = Harness(Path(folder), dtype, None, 4096, rank=rank, port=port, tp_size=ranks, **drafts, **options)
