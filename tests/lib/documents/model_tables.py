@@ -102,3 +102,22 @@ def narrow_tiles() -> str:
         ("", "CTAs", "us", "with tiles of 32 rows"),
         ((row["product"], str(row["ctas"]), f"{row['us']:.1f}", f"{row['narrow_us']:.1f}") for row in rows),
     )
+
+
+def own_rows() -> str:
+    """A prefill chunk with rows sharded over the ranks, by GPUs and context."""
+    rows = load("step_model")["what_if"]["own_rows"]
+    return markdown(
+        ("chunk that ends at", "GPUs", "`off`, ms", "`on`", "`attention`", "`off` / `attention`"),
+        (
+            (
+                f"{row['context']:,}",
+                f"{row['ranks']} x {row['gpu']}",
+                f"{row['off_ms']:.0f}",
+                f"{row['on_ms']:.0f}",
+                f"{row['attention_ms']:.0f}",
+                f"{row['off_ms'] / row['attention_ms']:.2f}",
+            )
+            for row in rows
+        ),
+    )

@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step_model_errors": model_tables.errors,
     "step_model_few_heads": model_tables.few_heads,
     "step_model_narrow_tiles": model_tables.narrow_tiles,
+    "step_model_own_rows": model_tables.own_rows,
     "step_model_published": model_tables.published,
     "step_model_worst": model_tables.worst,
     "tiers": served_tables.tiers,
