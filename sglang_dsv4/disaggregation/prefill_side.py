@@ -18,9 +18,9 @@ import torch
 from dsv4_radix_cache.pages import page_floor
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.seam.disaggregation_hooks import HANDLES_ABORTS
 from sglang_dsv4.seam.install import set_attribute
 from sglang_dsv4.seam.live import live_parts
+from sglang_dsv4.seam.rows.disaggregation import HANDLES_ABORTS
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender

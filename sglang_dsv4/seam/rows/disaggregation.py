@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dsv4.seam.hook_kinds import Hook, Kind, Process
+from sglang_dsv4.seam.hook_kinds import ASKS_PLATFORM, NOT_FINITE, REQUESTS, SCHEDULER, Hook, Kind, Process
 
 HOST_INDICES = "supports_host_tensor_indices"
 CARRIES_REASON = "kv_status_msg_carries_reason"
@@ -63,16 +63,16 @@ DISAGGREGATION = (
              "SGLang clears their senders")
         for name in ("_retire_aborted_prefill_result", "release_aborted_prefill_waiting_req")
     ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort", Kind.AROUND, Process.SCHEDULER,
+    Hook(f"{SCHEDULER}.process_pending_chunked_abort", Kind.AROUND, Process.SCHEDULER,
          f"{_OURS}.prefill_side:forget_aborted_chunks", "the same for a request between two chunks",
          "SGLang clears its sender"),
     Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin._retire_aborted_prefill_result", Kind.BEFORE,
          Process.SCHEDULER, f"{_OURS}.prefill_side:give_reason",
          "the decode server, which answers the client, knows why its request ended", "SGLang sends the reason"),
     Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill", Kind.BEFORE,
-         Process.SCHEDULER, "sglang_dsv4.requests.not_finite:end_requests",
+         Process.SCHEDULER, f"{REQUESTS}.not_finite:end_requests",
          "requests whose first logits are not finite end with a reason",
-         "SGLang ends a request whose logits are not finite, with a reason"),
+         NOT_FINITE),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.forward", Kind.AFTER, Process.SCHEDULER,
          f"{_OURS}.prefill_side:pack_pages", "HCA pages in the FP8 format travel packed", _POOLS),
     Hook(f"{_SGLANG}.common.conn.CommonKVManager.{CARRIES_REASON}", Kind.ATTRIBUTE, Process.SCHEDULER,
@@ -94,5 +94,5 @@ DISAGGREGATION = (
     Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVSender.{HOST_INDICES}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_ENGINE}:stays_on_host",
          "page numbers are on the host; SGLang would pin memory (`cpu.transfer_engine.prepare`)",
-         "SGLang asks the platform first", only_cpu=True),
+         ASKS_PLATFORM, only_cpu=True),
 )  # fmt: skip
