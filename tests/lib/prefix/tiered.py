@@ -25,6 +25,7 @@ from dsv4_radix_cache.slots import Holder
 from sglang_dsv4.cache.host_records import CopyTotals
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import Fault
+from sglang_dsv4.pipeline.votes import Votes
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 from sglang_dsv4.prefix.request_state import TAIL
@@ -126,6 +127,7 @@ class TieredEngine(WithStorage, CheckedEngine):
         device_slots: int = 8,
         host_slots: int = 40,
         options: PrefetchOptions | None = None,
+        votes: Votes | None = None,
         **how: int,
     ) -> TieredEngine:
         memory = SimpleNamespace(
@@ -137,7 +139,8 @@ class TieredEngine(WithStorage, CheckedEngine):
 
         def storage_of(cache: Dsv4PrefixCache) -> StorageTier:
             chosen = options or PrefetchOptions()
-            return StorageTier(lambda: backend, cache.host, cache.nodes, cache.ledger, memory, options=chosen)
+            parts = cache.host, cache.nodes, cache.ledger, memory
+            return StorageTier(lambda: backend, *parts, options=chosen, votes=votes)
 
         plain = tail_engine(
             full_tokens=pages * PAGE,

@@ -27,6 +27,7 @@ from torch import Tensor
 from sglang_dsv4.cache.disk_limit import DiskLimit, DiskOptions
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import HEADER, RecordFiles
+from sglang_dsv4.pipeline.votes import Votes
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.storage_tier import PrefetchOptions, page_key, tail_key
 
@@ -361,6 +362,24 @@ def test_a_request_does_not_wait_for_ever(backend: Backend) -> None:
     engine.settle()
     assert engine.storage.totals.late == (0 if again.hit_tokens else 1)
     assert engine.admit(PROMPT).hit_tokens == 5 * PAGE
+
+
+def test_an_error_is_counted_once_however_long_other_ranks_read(backend: Backend) -> None:
+    """The look-up fails here at once; another rank has its result some rounds later."""
+    rounds = iter(range(5))
+
+    def least_of_ranks(states: list[int]) -> list[int]:
+        return states if next(rounds, None) is None else [0, *states[1:]]
+
+    engine = stored(WritePolicy.WRITE_THROUGH, backend, votes=Votes(least_of_ranks))
+
+    def fail(keys: list[str]) -> int:
+        raise OSError("the folder is gone")
+
+    backend.batch_exists = fail
+    assert engine.arrive(PROMPT)
+    assert next(rounds, None) is None and engine.storage.totals.errors == 1
+    engine.check_idle()
 
 
 def test_an_aborted_request_leaves_nothing_reserved(backend: Backend) -> None:
