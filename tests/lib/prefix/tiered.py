@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 from lib.prefix_replay import PAGE, Running, tail_engine
-from prefix.checked_engine import CheckedEngine
+from prefix.checked_engine import CheckedEngine, some
 from prefix.waiting import WithStorage
 from torch import Tensor
 
@@ -33,6 +33,8 @@ from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 BYTES = 16
+PROMPT = some(random.Random(1), 5 * PAGE + 100)
+OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
 
 
 def name_of(tokens: Sequence[int]) -> bytes:
@@ -254,3 +256,10 @@ def admit(engine: TieredEngine, prompt: Sequence[int]) -> Running:
     """Let a request arrive, wait for the storage backend, and be admitted."""
     engine.arrive(prompt)
     return engine.admit(prompt)
+
+
+def push_out(engine: TieredEngine) -> None:
+    """Run other requests until they have used every page of the device."""
+    for other in OTHERS[:3]:
+        engine.run(other, [7])
+        engine.check()
