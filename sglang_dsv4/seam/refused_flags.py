@@ -386,6 +386,12 @@ WITH_STAGES = (
     Refusal("--hicache-storage-backend", other_than(None, "file"), "only files were tested between stages; use file"),
     *flags("--pp-async-batch-depth", above(0), BETWEEN_STAGES),
     *flags("--enable-dynamic-chunking --enable-memory-saver", bool, BETWEEN_STAGES),
+    Refusal(
+        "--scheduler-recv-interval",
+        above(1),
+        "a stage that skips a turn leaves what the stage before has sent, and both wait for ever; leave it out",
+    ),
+    Refusal("--enable-prefill-delayer", bool, "it needs overlapped scheduling, which stages do not have; leave it out"),
     Refusal("--enable-return-hidden-states", bool, "SGLang's stages do not exchange them; leave it out"),
 )
 """Refused with --pp-size above 1."""
