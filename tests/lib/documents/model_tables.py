@@ -105,3 +105,22 @@ def tiles_of_products(tokens: int = 64) -> str:
             rows.append((case["product"], f"{case['rows']} x {case['tile_tokens']}", str(case["ctas"]), *times))
     heads = ("", "rows x tokens", "CTAs", "us", "with tiles of 128 rows and all tokens")
     return markdown(heads, rows)
+
+
+def own_rows() -> str:
+    """A prefill chunk with rows sharded over the ranks, by GPUs and context."""
+    rows = load("step_model")["what_if"]["own_rows"]
+    return markdown(
+        ("chunk that ends at", "GPUs", "`off`, ms", "`on`", "`attention`", "`off` / `attention`"),
+        (
+            (
+                f"{row['context']:,}",
+                f"{row['ranks']} x {row['gpu']}",
+                f"{row['off_ms']:.0f}",
+                f"{row['on_ms']:.0f}",
+                f"{row['attention_ms']:.0f}",
+                f"{row['off_ms'] / row['attention_ms']:.2f}",
+            )
+            for row in rows
+        ),
+    )
