@@ -63,6 +63,11 @@ PARTS = {
     "sequence_parallel": Part(
         _OURS, "ranks share the tokens of a prefill", env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "on"}
     ),
+    "own_rows": Part(
+        _OURS,
+        "the same, and a rank attends for its own tokens only",
+        env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "attention"},
+    ),
     "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
 }
 

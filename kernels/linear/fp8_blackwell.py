@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from cutlass import Int32
@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
-from dsv4_kernels.linear.fp8_tcgen05 import BLOCK, TILE_ROWS, WIDTHS, Arguments, Plan, launch
+from dsv4_kernels.linear.fp8_tcgen05 import BLOCK, ROWS, WIDTHS, Arguments, Plan, launch
 from dsv4_kernels.model_shapes import ModelShapes
 
 
@@ -21,11 +21,35 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_launcher("linear_fp8_sm100", plan, arch, launch, Arguments, Int32, plan)
 
 
-def plan_for(num_tokens: int) -> Plan:
-    """The plan with the fewest work tiles, and of those the narrowest. All plans give the same bits."""
+def plans() -> list[Plan]:
+    """Every plan. All give the same bits."""
+    return [Plan(tokens, rows) for rows in ROWS for tokens in WIDTHS if tokens <= 2 * rows]
+
+
+def num_tiles(plan: Plan, num_tokens: int, num_rows: int) -> int:
+    """Work tiles of a call."""
+    return -(-num_rows // plan.rows) * -(-num_tokens // plan.tokens)
+
+
+@functools.cache
+def plan_for(num_tokens: int, num_rows: int, multiprocessors: int) -> Plan:
+    """The plan whose work tiles have the fewest bytes, of those with as few work tiles one after the other on a
+    multiprocessor as the largest tiles that are worth it: 128 rows, and the tokens in the fewest tiles.
+
+    A multiprocessor's time is that of loading its operands, so the work tiles of a narrow weight are small enough to
+    give a tile to most multiprocessors (docs/step_model.md).
+    """
     tiles = -(-num_tokens // WIDTHS[-1])
-    wanted = -(-num_tokens // tiles)
-    return Plan(next(width for width in WIDTHS if wanted <= width))
+    widest = next(width for width in WIDTHS if -(-num_tokens // tiles) <= width)
+
+    def rounds(plan: Plan) -> int:
+        return -(-num_tiles(plan, num_tokens, num_rows) // multiprocessors)
+
+    most = rounds(Plan(widest))
+    return min(
+        (plan for plan in plans() if plan.tokens <= widest and rounds(plan) <= most),
+        key=lambda plan: (plan.rows + min(plan.tokens, num_tokens), plan.rows),
+    )
 
 
 def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, plan: Plan | None = None) -> Tensor:
@@ -44,9 +68,9 @@ def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, p
     out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=codes.device)
     if not out.numel():
         return out
-    plan = plan or plan_for(num_tokens)
-    row_tiles = -(-num_rows // TILE_ROWS)
-    num_tiles = row_tiles * -(-num_tokens // plan.tokens)
+    multiprocessors = hardware_multiprocessors(codes.device)
+    plan = plan or plan_for(num_tokens, num_rows, multiprocessors)
+    tiles = num_tiles(plan, num_tokens, num_rows)
     arguments = Arguments(
         codes=codes.data_ptr(),
         codes_row_bytes=_row_bytes(codes),
@@ -62,10 +86,10 @@ def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, p
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_blocks=channels // BLOCK,
-        row_tiles=row_tiles,
-        num_tiles=num_tiles,
+        row_tiles=-(-num_rows // plan.rows),
+        num_tiles=tiles,
     )
-    num_ctas = min(hardware_multiprocessors(codes.device), num_tiles)
+    num_ctas = min(multiprocessors, tiles)
     compile(plan, architecture("sm100", codes.device))(arguments, Int32(num_ctas), current_stream(codes.device))
     return out
 
@@ -92,4 +116,4 @@ def _check(codes: Tensor, weight: Tensor, weight_scale: Tensor) -> None:
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of every plan."""
-    return [partial(compile, Plan(width), arch) for width in WIDTHS]
+    return [functools.partial(compile, plan, arch) for plan in plans()]

@@ -333,7 +333,7 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
             "control request together; leave it out"
         )
     if sequence_parallel_is_on():
-        raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL=on {beside}: unset it")
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL {beside}: unset it")
     if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
     if envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
@@ -426,7 +426,7 @@ def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLa
 
 def sequence_parallel_is_on() -> bool:
     """Whether the environment shards the rows of prefills; the module that does so imports SGLang's layers."""
-    return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") == "on"
+    return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") in ("on", "attention")
 
 
 def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SGLang's view of it
