@@ -53,7 +53,6 @@ PARTS = {
     ),
     "our_all_reduce": Part(_OURS, "sums by our kernel, or no start", env={"SGLANG_DSV4_ALL_REDUCE": "ours"}),
     "sglang_sums": Part(_OURS, "sums by NCCL", env={"SGLANG_DSV4_ALL_REDUCE": "sglang"}),
-    "joint_launch": Part(_OURS, "independent kernels of a layer in one launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "on"}),
     "separate_launches": Part(_OURS, "each kernel in its own launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "off"}),
     "windows": Part(
         _BUILTIN,

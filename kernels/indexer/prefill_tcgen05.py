@@ -392,7 +392,9 @@ def weigh_tiles(
 
 
 def weigh(products: list, weights: Int32, totals: list) -> None:
-    """Adds to the totals of each key its products with some heads, weighted; `weights` is the address of these heads'.
+    """Adds to the totals of each key its products with some heads, weighted.
+
+    `weights` is the shared-memory address of the weights of these heads.
 
     The order is that of `scores.weigh`: total q has heads 8 n + 2 q and the next, for rising n.
     """

@@ -23,8 +23,8 @@ def send_prefix_early(original: Callable[..., None], scheduler: Scheduler, req: 
     them; then they are sent with the chunk.
 
     Around `maybe_send_cached_prefix_chunk`: SGLang knows the copies of its own controller only. Copies that wait are
-    issued before the next forward; those that were issued are over when the forward is for which the sender waits, but
-    without overlap it waits for none.
+    issued before the next forward. Copies that were issued are over at the end of the forward for which the sender
+    waits; without overlapped scheduling it waits for no forward.
     """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if isinstance(pool, Dsv4KVPool) and pool.page_copies is not None:

@@ -1,4 +1,4 @@
-"""The stage that this process belongs to, and small messages between the stages' schedulers.
+"""The stage of this process, and small messages between the stages' schedulers.
 
 A stage (`--pp-size`) has consecutive layers, with their pools, tails and files. Between two stages travel the four
 streams of each row, complete: the output of a stage's last sublayer is written back before they are sent, by a

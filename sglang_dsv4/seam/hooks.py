@@ -50,6 +50,7 @@ _POOLS = "KV pools, their sizing and their reports can be registered, as radix c
 _DRAFT_BACKENDS = "draft attention backends come from the registry of attention backends"
 _GROUPS_DIFFER = "SGLang's ranks agree that they are idle"
 _COMPILES = "SGLang limits the seconds of a compilation, and its threads"
+_SESSIONS = "SGLang's ranks agree that a session has timed out"
 _TIMES = "SGLang logs the duration of its start-up phases"
 
 SELF_CHECK = (
@@ -201,6 +202,10 @@ HOOKS = (
     Hook(f"{SCHEDULER}.abort_request", Kind.AROUND, Process.SCHEDULER,
          f"{REQUESTS}.aborts:end_the_request", "a client that disconnects ends its own request, not every request "
          "whose id begins with that request's id", "SGLang compares ids, and sends the entries of a batch by name"),
+    Hook(f"{SCHEDULER}._poll_timeout_aborts", Kind.AFTER, Process.SCHEDULER, f"{REQUESTS}.sessions:request_closes",
+         "a session that times out ends on all ranks in the same turn", _SESSIONS),
+    Hook("sglang.srt.session.session_controller.SessionController.maybe_reap", Kind.AROUND, Process.SCHEDULER,
+         f"{REQUESTS}.sessions:wait_for_close", "no rank ends a session by its own clock", _SESSIONS),
     Hook("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend._from_context", Kind.AFTER,
          Process.SCHEDULER, f"{REFUSED}.guards:refuse_empty_grammar",
          "a grammar that no text fulfils gets a 400", VALIDATES),

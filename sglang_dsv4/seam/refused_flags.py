@@ -301,7 +301,7 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
 
 
 def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for what attention data parallelism can't be combined with.
+    """Raise for flags and variables that attention data parallelism can't be combined with.
 
     Raises:
         ValueError: names the flag or variable, and what to do.
@@ -365,7 +365,7 @@ BETWEEN_SERVERS = (
 
 
 def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for what a server can't be combined with that sends to another one, or receives.
+    """Raise for flags that a prefill or decode server can't have.
 
     Raises:
         ValueError: names the flag, its value and why.
@@ -398,7 +398,7 @@ WITH_STAGES = (
 
 
 def refuse_with_stages(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for what the stages of a pipeline can't be combined with.
+    """Raise for flags that the stages of a pipeline can't be combined with.
 
     Raises:
         ValueError: names the flag, its value and why.
