@@ -98,13 +98,21 @@ class AllHeads(nn.Module):
 
 
 class _Layer:
-    """A linear layer as its quantisation method reads it, with other tensors in place of its parameters."""
+    """A linear layer as its quantisation method reads it, with other tensors in place of its parameters.
+
+    Raises:
+        AttributeError: the method needs a tensor that is derived from this rank's shard. One that it can do without
+            is not there for it.
+    """
 
     def __init__(self, layer: nn.Module, tensors: dict[str, Tensor]) -> None:
         vars(self).update(tensors, layer=layer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the layer
-        return getattr(self.layer, name)
+        value = getattr(self.layer, name)
+        if isinstance(value, Tensor):
+            raise AttributeError(f"{name} is of this rank's heads: expected a method that reads parameters alone")
+        return value
 
 
 def _require_scales_by_rows(name: str, layer: nn.Module) -> None:

@@ -97,3 +97,21 @@ def test_rearranged_scales_are_refused(ranks: list[AllHeads], scale: Tensor) -> 
     ranks[0]._own["wq_b"].weight_scale_inv = nn.Parameter(scale, requires_grad=False)
     with pytest.raises(ConfigError, match=r"SGLANG_DSV4_SEQUENCE_PARALLEL.*weight_scale_inv of wq_b is \("):
         ranks[0].gather()
+
+
+def test_no_other_tensor_of_the_own_shard_is_read(ranks: list[AllHeads], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang keeps weights in another form for some GPUs; its methods ask whether the layer has it."""
+    layer, latent = ranks[0], torch.randn(5, LATENT)
+    expected = layer.queries(latent)
+    layer._own["wq_b"].cached = torch.zeros(HEAD_CHANNELS, LATENT)
+    monkeypatch.setattr(
+        Fp8Method,
+        "apply",
+        lambda method, layer, x, plain=Fp8Method.apply: (
+            plain(method, layer, x) if getattr(layer, "cached", None) is None else x @ layer.cached.T
+        ),
+    )
+    assert torch.equal(layer.queries(latent), expected)
+    monkeypatch.setattr(Fp8Method, "apply", lambda method, layer, x: x @ layer.cached.T)
+    with pytest.raises(AttributeError, match="cached is of this rank's heads"):
+        layer.queries(latent)
