@@ -1,4 +1,5 @@
-"""Gains by the model of plans that do not exist, on a B200: the input for work on kernels."""
+"""Gains by the model on a B200 of plans that do not exist, and of work tiles over larger ones: the input for work on
+kernels."""
 
 from __future__ import annotations
 

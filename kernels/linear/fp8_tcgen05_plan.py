@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cutlass import Int32, Int64
 
-from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, TensorMemoryPlan
 
 BLOCK = 128
 """Channels of K that share a scale; rows of a weight's scale."""
@@ -62,8 +62,10 @@ WARPS_OF_GROUP = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(TensorMemoryPlan):
     """Compile-time parameters of the kernel. None of them changes a bit of a result."""
+
+    num_barriers = Barrier.COUNT
 
     tokens: int
     """Tokens of a work tile, of WIDTHS."""
@@ -138,25 +140,14 @@ class Plan:
         return self.stages * self.stage_bytes
 
     @property
-    def tmem_address_offset(self) -> int:
-        """Offset of the word to which the allocation of tensor memory writes its address."""
-        return self.barriers_offset + 8 * Barrier.COUNT
-
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.tmem_address_offset + 16
-
-    @property
     def scales_column(self) -> int:
         """First column of the scales in tensor memory, the weight's first, after the accumulators."""
         return ACCUMULATORS * self.tokens
 
     @property
-    def tmem_columns(self) -> int:
-        """Allocated columns, a power of two."""
-        used = self.scales_column + (1 + self.token_scale_tiles) * SCALE_COLUMNS
-        return 1 << max(used - 1, 31).bit_length()
+    def used_columns(self) -> int:
+        """Columns of accumulators and scales."""
+        return self.scales_column + (1 + self.token_scale_tiles) * SCALE_COLUMNS
 
 
 class Arguments(NamedTuple):
