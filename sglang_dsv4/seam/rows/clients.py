@@ -47,6 +47,8 @@ CLIENTS = (
          "SGLang's scheduler refuses a request without a forward"),
     Hook(f"{_TOKENIZER}.configure_logging", Kind.BEFORE, Process.LAUNCHER, f"{REFUSED}.administration:check_logging",
          "levels, formats and folders that do not exist get a 400 before the first is set", VALIDATES),
+    Hook(f"{_TOKENIZER}.pause_generation", Kind.BEFORE, Process.LAUNCHER, f"{REFUSED}.administration:check_pause",
+         "a pause that stages of a pipeline would not make gets a 400", "SGLang's loop for stages pauses"),
     Hook("sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._validate_request", Kind.AFTER,
          Process.LAUNCHER, f"{REFUSED}.guards:check_completion",
          "fields of `/v1/completions` that SGLang ignores, `best_of` and `suffix`, get a 400",
