@@ -17,12 +17,14 @@ class AfterLoading(QuantizeMethodBase):
         run: function without arguments, of the module.
         derives: whether `run` computes other tensors from the parameters, so that it must run again when they change.
             Otherwise `run` rearranges freshly loaded parameters, and may run only once after each load.
+        gathers: whether `run` computes other tensors from the parameters of all ranks, so that all ranks must call it
+            together, when the parameters of all have changed.
     """
 
     _is_suspended: ClassVar[bool] = False
 
-    def __init__(self, run: Callable[[], object], derives: bool) -> None:
-        self._run, self.derives = run, derives
+    def __init__(self, run: Callable[[], object], derives: bool, gathers: bool = False) -> None:
+        self._run, self.derives, self.gathers = run, derives, gathers
 
     @classmethod
     @contextmanager

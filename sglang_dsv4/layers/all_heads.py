@@ -4,8 +4,8 @@ Where heads are sharded, every rank reads the window rows and entries of every t
 long on four ranks as on one. Where rows are sharded and a rank has all heads, it reads what its own tokens need, and no
 sum over the ranks follows. Few tokens keep the sharded heads: their time is that of the weights, which would grow.
 
-Every rank gathers the weights from the shards of all ranks once they are loaded. A rank of four has 5.8 GB more of
-V4-Flash, of which wo_a in bf16 is half.
+Every rank gathers the weights from the shards of all ranks once they are loaded, and when an update has exchanged them.
+A rank of four has 5.8 GB more of V4-Flash, of which wo_a in bf16 is half.
 
 Bits are those of sharded heads: each product has the same channels in the same order, and the output is the sum of the
 ranks' parts in the order of the ranks, each rounded as `rank_sum` transfers it.
@@ -49,7 +49,7 @@ class AllHeads(nn.Module):
         self.ranks, self.quantises = get_parallel().tp_size, quantises
         # In a dictionary, not as attributes: the modules belong to the sublayer, and are loaded there.
         self._own = {"wq_b": wq_b, "wo_a": wo_a, "wo_b": wo_b, "sink": sink}
-        self.quant_method = AfterLoading(self.gather, derives=True)
+        self.quant_method = AfterLoading(self.gather, derives=False, gathers=True)
 
     def gather(self) -> None:
         """Gather the weights from the ranks' shards; all ranks call it, after every load.

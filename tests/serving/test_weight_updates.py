@@ -33,6 +33,7 @@ from serving.trainer import Trainer
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.layers import sequence_parallel
 
 PROMPT = [0, *range(40, 640)]
 NORM = "layers.1.attn_norm.weight"
@@ -107,7 +108,9 @@ SERVERS = {
     "DSPARK": (ALGORITHMS["DSPARK"][0], drafting_flags("DSPARK"), 1),
     "tp-2": (PRESETS["tiny"], ("--tp", "2"), 2),
     "tp-2-ep-2": (PRESETS["tiny"], ("--tp", "2", "--ep", "2"), 2),
+    "tp-2-own-rows": (PRESETS["tiny"], ("--tp", "2"), 2),
 }
+SWITCHES = {"tp-2-own-rows": {sequence_parallel.VARIABLE: "attention"}}
 
 
 def rollout(server: Server) -> list[Answer]:
@@ -128,7 +131,7 @@ def test_rollout_synchronise_rollout(kind: str, tmp_path: Path) -> None:
     for seed, name in enumerate(("old", "new"), 11):
         write_checkpoint(tmp_path / name, shape, seed=seed)
     old, new = read(tmp_path / "old"), read(tmp_path / "new")
-    env = TAILS | {FOLDER_VARIABLE: str(tmp_path / "prefixes")}
+    env = TAILS | {FOLDER_VARIABLE: str(tmp_path / "prefixes")} | SWITCHES.get(kind, {})
     with running_server(tmp_path / "new", tmp_path / "log-fresh", *FLAGS, *flags, env=env) as server:
         expected, steps = rollout(server), verified(server)
         if kind == "files":

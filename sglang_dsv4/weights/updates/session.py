@@ -17,6 +17,7 @@ keeps its weights in a layout of its own (`reason_against`), weights come from f
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -436,6 +437,8 @@ def _exchange(manager: SchedulerWeightUpdaterManager) -> tuple[bool, str]:
                 "some of both. Start the server again."
             ) from again
         return False, _unchanged(error)
+    if (failed := _first_error(manager, functools.partial(_gather, manager))) is not None:
+        raise SystemExit(f"New weights could not be gathered from the ranks ({failed}): start the server again.")
     for _, runner in runners_of(manager):
         if runner.model.weight_update is not None:
             runner.model.weights_are_lost = False
@@ -447,6 +450,19 @@ def _exchange(manager: SchedulerWeightUpdaterManager) -> tuple[bool, str]:
         logger.warning("weight update: %d codes of experts were rounded, see `layers.packed_experts`", rounded)
     logger.info("weight update: %s %.2f GiB of host memory, exchanged in %.2f s", message, size, seconds)
     return True, message
+
+
+def _gather(manager: SchedulerWeightUpdaterManager) -> None:
+    """Compute the tensors again that layers derive from the parameters of all ranks; every rank must call this.
+
+    It comes last: weights that are exchanged back need no gathering.
+    """
+    for _, runner in runners_of(manager):
+        for module in runner.model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, AfterLoading) and method.gathers:
+                method.process_weights_after_loading(module)
+    _synchronise()
 
 
 def _synchronise() -> None:
