@@ -98,7 +98,11 @@ def document() -> dict[str, object]:
             for model, ranks in ((FLASH, 4), (PRO, 8))
         },
         "blind": blind.predictions(),
-        "what_if": {"few_heads": what_if.few_heads(), "narrow_tiles": what_if.narrow_tiles()},
+        "what_if": {
+            "few_heads": what_if.few_heads(),
+            "narrow_tiles": what_if.narrow_tiles(),
+            "boundaries": what_if.boundaries(),
+        },
     }
 
 

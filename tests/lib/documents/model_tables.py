@@ -102,3 +102,11 @@ def narrow_tiles() -> str:
         ("", "CTAs", "us", "with tiles of 32 rows"),
         ((row["product"], str(row["ctas"]), f"{row['us']:.1f}", f"{row['narrow_us']:.1f}") for row in rows),
     )
+
+
+def boundaries() -> str:
+    """Boundaries on a B200 by plan, with 15 and 16 clusters at once."""
+    found = load("step_model")["what_if"]["boundaries"]
+    plans = [name for name in found[0] if name not in ("dim", "tokens")]
+    head = (f"{'Flash' if row['dim'] == 4096 else 'Pro'}, {row['tokens']}" for row in found)
+    return markdown(("us, tokens", *head), ((plan, *(f"{row[plan]:.1f}" for row in found)) for plan in plans))
