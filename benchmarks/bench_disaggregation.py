@@ -1,22 +1,23 @@
 """A prefill and a decode server: bytes a second of transfers, and times under a mixed load beside one server.
 
     python benchmarks/bench_disaggregation.py --model MODEL --out benchmarks/results/pd_h200_x2.json
-        [--works transfer serve] [--lengths 256 2048 16384] [--chats 32] [--prompt 1024] [--answer 256] [--long 16384]
-        [--every 2] [--seconds 60] [--port 30500] [-- flags of all servers]
+        [--works transfer serve] [--contenders pd one] [--lengths 256 2048 16384] [--chats 32] [--prompt 1024]
+        [--answer 256] [--long 16384] [--every 2] [--seconds 60] [--port 30500] [--logs DIR] [-- flags of all servers]
 
 Works:
 
     transfer   pages and rings of a prompt from one pool of V4-Flash to another (no weights, no MODEL), against a plain
                copy of as many bytes by the same engine in the same run; the goal is a share of 0.7
     serve      `pd`, a prefill server on the first GPU and a decode server on the second, and `one`, a server on both
-               (`--tp 2`): the same load, --seconds long. --chats clients ask one prompt after the other of --prompt
-               tokens and read --answer tokens; every --every seconds another asks for 16 tokens after --long tokens.
-               Milliseconds to the first token of chats and of long prompts, and between a chat's tokens; tokens a
-               second. Requests go to both servers of `pd`, as a router sends them.
+               (`--tp 2`): the same load, --seconds long. Each of --chats clients sends prompts of --prompt tokens, one
+               after the other, and reads --answer tokens of each; every --every seconds another client asks for 16
+               tokens after --long tokens. Results: milliseconds to the first token of chats and of long prompts, and
+               between a chat's tokens; tokens a second of the chats. A request to `pd` goes to both servers, as a
+               router sends it.
 
-The engine is Mooncake's over TCP where it is installed, else on a CPU the one of this package; on GPUs without Mooncake
-`PYTHONPATH=tests/lib/gpu_sockets` takes the place of it, for tests. On a CPU `serve` runs with one rank a server, and
-its times say only that the script works.
+The engine is Mooncake's over TCP where it is installed, else on a CPU the one of this package. On GPUs without Mooncake
+`PYTHONPATH=tests/lib/gpu_sockets` provides one, for tests. On a CPU `serve` runs with one rank a server, and its times
+say only that the script works.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,9 +69,8 @@ class PairClient(serve_load.Client):
                 if response.status != 200:
                     raise RuntimeError(f"the prefill server answered {response.status}: {await response.text()}")
 
-        sent = asyncio.create_task(at_prefill())
-        reply = await super().generate(input_ids, new_tokens, begun, about)
-        await sent
+        # The first error is raised at once: the other server may wait minutes for a request that has failed.
+        _, reply = await asyncio.gather(at_prefill(), super().generate(input_ids, new_tokens, begun, about))
         return reply
 
 
@@ -131,9 +132,24 @@ def started(contender: str, args: argparse.Namespace) -> Iterator[Callable[[obje
             flags = [MODE, side, "--disaggregation-bootstrap-port", str(bootstrap), "--host", HOST]
             flags += ["--disaggregation-transfer-backend", "mooncake_tcp"]
             flags += ["--disaggregation-decode-enable-radix-cache"] if side == "decode" else []
-            env = {"SGLANG_HOST_IP": HOST, **({"CUDA_VISIBLE_DEVICES": str(number)} if gpus else {})}
+            env = {"SGLANG_HOST_IP": HOST, **({"CUDA_VISIBLE_DEVICES": visible_gpu(number)} if gpus else {})}
             urls.append(server(side, args.port + 1 + number, flags, env))
         yield lambda session: PairClient(session, urls, bootstrap)
+
+
+def visible_gpu(number: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must be for one of the GPUs that this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[number] if visible else str(number)
+
+
+def engine() -> str:
+    """Return which engine transfers, with the version of an installed Mooncake."""
+    spec = find_spec("mooncake")
+    if spec is None:
+        return "sockets of sglang-dsv4"
+    installed = packages_distributions().get("mooncake")
+    return f"{installed[0]} {version(installed[0])} over TCP" if installed else f"{spec.origin}, not installed"
 
 
 def serve(contender: str, args: argparse.Namespace) -> dict[str, float]:
@@ -178,13 +194,17 @@ def main() -> None:
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
+    if any(length % transfer_rate.PAGE_TOKENS or length <= 0 for length in args.lengths):
+        parser.error(f"--lengths {args.lengths}: expected multiples of {transfer_rate.PAGE_TOKENS} tokens")
     if "serve" in args.works:
         if args.model is None:
             parser.error("the work `serve` needs --model")
+        if gpus == 1:
+            parser.error("the work `serve` needs two GPUs, or none: it compares two servers with one on both GPUs")
         args.vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     result = {
         "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "cpu",
-        "engine": "mooncake over TCP" if find_spec("mooncake") else "sockets of sglang-dsv4",
+        "engine": engine(),
         "load_average": os.getloadavg()[0],  # of other work on this machine, at the start
         "cores": os.cpu_count(),
         "versions": versions(),

@@ -3,10 +3,11 @@
     python benchmarks/model_step.py [--write]     writes benchmarks/results/step_model.json
     python benchmarks/model_step.py --fit         fits the constants anew and prints them; they stand in hardware.py
 
-`step_model/` has the model: `hardware.py` (published figures and fitted constants), `launch.py` (the formula), a module
-for the counts of each kind of kernel, `step.py` (the launches of a forward), `measured.py` (our measured kernels: those
-that the constants were fitted to, and those that were held out), `what_if.py` (plans that do not exist), `blind.py`
-(predictions that a later measurement tests). docs/step_model.md says what the figures are good for.
+`step_model/` has the model: `hardware.py` (published figures and fitted constants), `launch.py` (the formula), a
+module for the counts of each kind of kernel, `step.py` (the launches of a forward), `measured.py` (our measured
+kernels: those that the constants were fitted to, and those that were held out), `what_if.py` (plans that do not
+exist), `own_rows.py` (prefills whose rows are sharded), `blind.py` (predictions that a later measurement tests).
+docs/step_model.md says what the figures are good for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from step_model import blind, measured, what_if
+from step_model import blind, measured, own_rows, what_if
 from step_model.hardware import GPUS, H200
 from step_model.step import FLASH, PRO, Forward, Released, predict
 
@@ -100,7 +101,8 @@ def document() -> dict[str, object]:
         "blind": blind.predictions(),
         "what_if": {
             "few_heads": what_if.few_heads(),
-            "narrow_tiles": what_if.narrow_tiles(),
+            "tiles_of_products": what_if.tiles_of_products(),
+            "own_rows": own_rows.table(),
             "boundaries": what_if.boundaries(),
         },
     }

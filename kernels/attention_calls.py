@@ -38,6 +38,7 @@ class Call(NamedTuple):
     """Arguments of one call: each token reads one window row and, if `entries` is not 0, one entry."""
 
     layer: AttentionLayer
+    heads: int
     split_keys: int | None
     entries: int
     """Entries that a token's list or page table has room for."""
@@ -61,10 +62,11 @@ def calls(shapes: AttentionShapes, kernel: str, layer: AttentionLayer, split_key
         split_keys: one of `splits()`.
     """
     is_prefill = split_keys == splits()[-1]
-    for entries, tokens in itertools.product(_entries(layer), TOKENS):
-        yield Call(layer, split_keys, entries, tokens, False)
+    numbers_of_heads = shapes.prefill_heads if is_prefill else (shapes.heads,)
+    for heads, entries, tokens in itertools.product(numbers_of_heads, _entries(layer), TOKENS):
+        yield Call(layer, heads, split_keys, entries, tokens, False)
         if is_prefill and unpacking.helps(kernel) and may_unpack(shapes, entries, tokens):
-            yield Call(layer, split_keys, entries, tokens, True)
+            yield Call(layer, heads, split_keys, entries, tokens, True)
 
 
 def _entries(layer: AttentionLayer) -> tuple[int, ...]:
@@ -150,7 +152,7 @@ _COMPILE = {"sparse_attention_sm90": _sm90, "sparse_attention_sm100": _sm100}
 
 
 def _attend(call: Call, shapes: AttentionShapes, table: KVRows) -> None:
-    layer, split_keys, entries, tokens, _ = call
+    layer, heads, split_keys, entries, tokens, _ = call
 
     def filled(*shape: int, value: int = 0) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=shapes.device)
@@ -165,10 +167,10 @@ def _attend(call: Call, shapes: AttentionShapes, table: KVRows) -> None:
         arguments |= {"page_table": pages, "token_to_request": filled(tokens)}
         arguments["entries_per_page"] = layer.entries_per_page
     out = sparse_attention(
-        torch.zeros(tokens, shapes.heads, shapes.row_dim, dtype=shapes.dtype, device=shapes.device),
+        torch.zeros(tokens, heads, shapes.row_dim, dtype=shapes.dtype, device=shapes.device),
         table,
         torch.cat([filled(tokens, shapes.window_tokens - 1, value=-1), filled(tokens, 1)], 1),
-        sink=torch.zeros(shapes.heads, device=shapes.device),
+        sink=torch.zeros(heads, device=shapes.device),
         scale=1.0,
         split_keys=split_keys,
         impl=shapes.impl,

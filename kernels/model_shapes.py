@@ -50,6 +50,8 @@ class AttentionShapes:
     layers: tuple[AttentionLayer, ...]
     heads: int
     """Query heads of this rank."""
+    prefill_heads: tuple[int, ...]
+    """Query heads in prefills: of this rank, and of all ranks where a rank attends for its own rows."""
     row_dim: int
     rope_dim: int
     """Channels of a row that RoPE rotates, its last ones."""

@@ -79,10 +79,10 @@ SWITCHES = (
     ),
     Switch(
         "SGLANG_DSV4_SEQUENCE_PARALLEL",
-        ("on", "off"),
+        ("on", "off", "attention"),
         "off",
         "on: in a prefill of 512 tokens or more a rank computes the boundaries between sublayers, and the indexers' "
-        "choice, for its share of the tokens",
+        "choice, for its share of the tokens; attention: the attention, too, with the weights of all heads",
     ),
     Switch(
         "SGLANG_DSV4_ALL_REDUCE",

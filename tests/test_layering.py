@@ -26,10 +26,9 @@ STANDARD_LIBRARY_ONLY = {
     "sglang_dsv4/cpu/quickstart.py",
     "sglang_dsv4/cpu/quickstart_pd.py",
     "sglang_dsv4/env.py",
-    "sglang_dsv4/seam/disaggregation_hooks.py",
     "sglang_dsv4/seam/hook_kinds.py",
     "sglang_dsv4/seam/hooks.py",
-    "sglang_dsv4/seam/pipeline_hooks.py",
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "sglang_dsv4/seam/rows").glob("*.py")),
     "kernels/host/environment.py",
 }
 
@@ -148,13 +147,14 @@ def test_plugin_imports_sglang_only_inside_functions() -> None:
     assert "sglang_dsv4.seam.self_check" in seen
 
 
-# SGLang's private names: functions that are imported in compat, targets of hooks in hooks, methods and attributes of
-# its classes in bases and, of its manager of weight updates, in weight_manager. Two exceptions: names of SGLang's
-# stand-in for triton, which shims need before SGLang can be imported, and the attribute by which SGLang asks a platform
-# whether it is out of tree.
+# SGLang's private names: functions that are imported in compat, targets of hooks in hooks and rows, methods and
+# attributes of its classes in bases and, of its manager of weight updates, in weight_manager. Two exceptions: names of
+# SGLang's stand-in for triton, which shims need before SGLang can be imported, and the attribute by which SGLang asks a
+# platform whether it is out of tree.
 KNOWS_PRIVATE_NAMES = {
     "seam/compat.py",
     "seam/hooks.py",
+    *(f"seam/rows/{path.name}" for path in (ROOT / "sglang_dsv4/seam/rows").glob("*.py")),
     "seam/bases.py",
     "seam/weight_manager.py",
     "cpu/shims.py",
@@ -222,7 +222,7 @@ def test_sglangs_private_names_are_in_the_seam() -> None:
         foreign -= {private for file, private in ASKED_FOR if file == name}
         if foreign:
             wrong[name] = sorted(foreign)
-    assert not wrong, "take these from sglang_dsv4.seam.compat, hooks, bases or weight_manager"
+    assert not wrong, "take these from sglang_dsv4.seam.compat, hooks, rows, bases or weight_manager"
 
 
 def test_private_names_are_seen() -> None:

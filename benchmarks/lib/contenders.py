@@ -53,7 +53,6 @@ PARTS = {
     ),
     "our_all_reduce": Part(_OURS, "sums by our kernel, or no start", env={"SGLANG_DSV4_ALL_REDUCE": "ours"}),
     "sglang_sums": Part(_OURS, "sums by NCCL", env={"SGLANG_DSV4_ALL_REDUCE": "sglang"}),
-    "joint_launch": Part(_OURS, "independent kernels of a layer in one launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "on"}),
     "separate_launches": Part(_OURS, "each kernel in its own launch", env={"SGLANG_DSV4_JOINT_LAUNCH": "off"}),
     "windows": Part(
         _BUILTIN,
@@ -63,6 +62,11 @@ PARTS = {
     "deterministic": Part(_OURS, "the same bits in every batch", ("--enable-deterministic-inference",)),
     "sequence_parallel": Part(
         _OURS, "ranks share the tokens of a prefill", env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "on"}
+    ),
+    "own_rows": Part(
+        _OURS,
+        "the same, and a rank attends for its own tokens only",
+        env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "attention"},
     ),
     "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
 }

@@ -75,7 +75,9 @@ def time_us(launch: Launch, gpu: Gpu, early: bool = True, idle_us: float = 0.0) 
     terms = parts_us(launch, gpu, early)
     first = terms.pop("link") if launch.waits_for_link else 0.0
     stream = max(us for name, us in terms.items() if name not in ONE_AFTER_THE_OTHER)
-    stream -= min(idle_us, launch.ahead * stream) if early else 0.0
+    if early:  # copies begin early, and not the units' work, which needs what the launch before has written
+        units = max((terms[unit] for unit in launch.clocks), default=0.0)
+        stream = max(stream - min(idle_us, launch.ahead * stream), units)
     return sum(terms[name] for name in ONE_AFTER_THE_OTHER) + first + stream
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4_kernels.host.arch import ARCHITECTURES
-from dsv4_kernels.linear import fp8_blackwell, fp8_plan, fp8_tcgen05, fp8_weight_gpu
+from dsv4_kernels.linear import fp8_plan, fp8_tcgen05_plan, fp8_weight_gpu
 from dsv4_kernels.linear import gpu as invariant
 from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Tile
 from step_model.hardware import Gpu
@@ -20,6 +20,9 @@ BLOCK_CLOCKS = 80
 SCALE_CLOCKS = 100
 """Clocks in which the one warp that loads tokens starts a copy of 32 of their scales: some 20 instructions, each after
 the one before (`fp8_kernel.copy_scales`)."""
+TCGEN05_SCALE_INSTRUCTIONS = 33, 24
+"""PTX instructions of a warp that packs scales on Blackwell, in a stage and in each of its blocks (emulated). Two waits
+and the loads of two tiles of scales come on top. The thread that issues the products has 42 and 24."""
 STORE_CLOCKS = 300
 """A tile's sums to bf16 and to memory: conversions, addresses, stores on their way (some 300 clocks)."""
 MMA_SYNC_CLOCKS = 33
@@ -85,29 +88,56 @@ def deepgemm_hopper(name: str, tokens: int, rows: int, channels: int, gpu: Gpu) 
     )
 
 
-def fp8_by_tcgen05(name: str, tokens: int, rows: int, channels: int, gpu: Gpu) -> Launch:
-    """Return the counts of `linear_fp8` on Blackwell (kernels/linear/fp8_tcgen05.py)."""
-    plan = fp8_blackwell.plan_for(tokens)
-    row_tiles = -(-rows // fp8_tcgen05.TILE_ROWS)
-    tiles = row_tiles * -(-tokens // plan.tokens)
+def fp8_by_tcgen05(
+    name: str,
+    tokens: int,
+    rows: int,
+    channels: int,
+    gpu: Gpu,
+    plan: fp8_tcgen05_plan.Plan | None = None,
+    sharing: int = 1,
+) -> Launch:
+    """Return the counts of `linear_fp8` on Blackwell (kernels/linear/fp8_tcgen05.py).
+
+    Args:
+        name: of the launch.
+        tokens, rows, channels: T, N and K.
+        gpu: its multiprocessors.
+        plan: None for the chosen one.
+        sharing: CTAs, with neighbouring rows, each of which loads a part of the tokens for all of them. No kernel has
+            more than one.
+    """
+    plan = plan or fp8_tcgen05_plan.plan_for(tokens, rows, gpu.multiprocessors)
+    tiles = fp8_tcgen05_plan.num_tiles(plan, tokens, rows)
     rounds = -(-tiles // gpu.multiprocessors)
-    steps = channels // fp8_tcgen05.BLOCK
-    width = min(tokens, plan.tokens)
-    tile = (fp8_tcgen05.TILE_ROWS + width) * channels
-    stage = fp8_tcgen05.TILE_ROWS * 128 + plan.tokens * 128
-    # A step writes both operands' codes and scales into shared memory, and the tensor core reads them.
-    port = 2 * (stage + 1024) / 128
-    tensor = 2 * 128 * max(plan.tokens, 64) * 128 / (2 * gpu.bf16_flops_clock)
+    blocks = channels // fp8_tcgen05_plan.BLOCK
+    of_tokens = min(tokens, plan.tokens) / sharing
+    tile = (plan.rows + of_tokens) * channels
+    first = min(1.0, plan.stages * plan.blocks / (rounds * blocks))  # of a CTA's weights
+    stage = plan.rows * 128 + plan.tokens * 128
+    # A block writes both operands' codes and scales into shared memory, and the tensor core reads M and N rows.
+    port = (stage + (fp8_tcgen05_plan.LANES + plan.tokens) * 128 + 2 * 1024) / 128
+    tensor = 2 * fp8_tcgen05_plan.LANES * max(plan.tokens, 64) * 128 / (2 * gpu.bf16_flops_clock)
+    of_stage, of_block = TCGEN05_SCALE_INSTRUCTIONS
+    instructions = of_stage + plan.blocks * of_block
+    scales = gpu.fitted.issue_clocks * instructions + 2 * BARRIER_CLOCKS + 2 * LDMATRIX_CLOCKS
+    ctas = min(tiles, gpu.multiprocessors)
     return Launch(
         name,
-        ctas=min(tiles, gpu.multiprocessors),
+        ctas=ctas,
         memory=rows * channels + tokens * (channels + 2 * rows),
         l2=tiles * tile + 2 * tokens * rows,
         busiest=rounds * tile,
-        in_flight=plan.stages * stage,
-        clocks={"port": rounds * steps * port, "tensor": rounds * steps * tensor},
+        in_flight=plan.stages * plan.blocks * stage,
+        clocks={
+            "port": rounds * blocks * port,
+            "tensor": rounds * blocks * tensor,
+            "scales": rounds * -(-blocks // plan.blocks) * scales,
+            "floor": 2 * rows * tokens * channels / (2 * gpu.bf16_flops_clock) / ctas,
+        },
         chain=STAGE_CLOCKS + STORE_CLOCKS,
         from_l2=1,
+        ahead=first * plan.rows / (plan.rows + of_tokens),
     )
 
 

@@ -226,5 +226,5 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
 
 def floor_us(launch: Launch, gpu: Gpu) -> float:
     """Return the least time of a launch: its bytes at the published bandwidths, or its products."""
-    tensor = launch.clocks.get("tensor", launch.clocks.get("floor", 0.0)) * launch.ctas / gpu.multiprocessors
+    tensor = launch.clocks.get("floor", launch.clocks.get("tensor", 0.0)) * launch.ctas / gpu.multiprocessors
     return max(launch.memory / gpu.memory_bytes_us, launch.link / gpu.link_bytes_us, tensor / gpu.clocks_us)

@@ -1,4 +1,5 @@
-"""Gains by the model of plans that do not exist, on a B200: the input for work on kernels."""
+"""Gains by the model on a B200 of plans that do not exist, and of work tiles over larger ones: the input for work on
+kernels."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from dataclasses import replace
 
 from dsv4_kernels.hyper_connection import gpu as hyper_connection
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, Plan
-from dsv4_kernels.linear import fp8_tcgen05
+from dsv4_kernels.linear import fp8_tcgen05_plan
 from step_model import blackwell, products
-from step_model.hardware import B200, Gpu
-from step_model.launch import Launch, time_us
+from step_model.hardware import B200
+from step_model.launch import time_us
 from step_model.rows import boundary, boundary_of_parts
+from step_model.step import FLASH, PRO, Released
 
 CHUNK = 8192
 """Tokens of a prefill chunk of one request; smaller numbers of tokens are requests that decode."""
@@ -20,7 +22,6 @@ FEW_HEADS_CASES = tuple(
     for tokens in (1, 16, 64, 128, 256, CHUNK)
     for heads in (8, 16, 32)
 )
-NARROW_ROWS = 32
 MOST_PARTS = 64
 """Most tokens of a boundary that sums over ranks."""
 
@@ -52,31 +53,44 @@ def few_heads() -> list[dict[str, object]]:
     return found
 
 
-def narrow(launch: Launch, tokens: int, rows: int, channels: int, gpu: Gpu) -> Launch:
-    """Return the counts of an FP8 product on Blackwell as if work tiles had NARROW_ROWS rows of the weight."""
-    tiles = -(-rows // NARROW_ROWS)
-    rounds = -(-tiles // gpu.multiprocessors)
-    tile = (NARROW_ROWS + tokens) * channels
-    return replace(
-        launch,
-        ctas=min(tiles, gpu.multiprocessors),
-        l2=tiles * tile + 2 * tokens * rows,
-        busiest=rounds * tile,
-        clocks={unit: n * rounds / -(-rows // fp8_tcgen05.TILE_ROWS) for unit, n in launch.clocks.items()},
-    )
+def products_of(model: Released, ranks: int) -> dict[str, tuple[int, int]]:
+    """Return rows and channels of a rank's FP8 products of few tokens, by name."""
+    heads, groups, channels = model.heads // ranks, max(1, model.groups // ranks), model.experts.channels // ranks
+    return {
+        "wqkv_a": (model.q_lora + 512, model.dim),
+        "wq_b": (heads * 512, model.q_lora),
+        "index wq_b": (8192, model.q_lora),
+        "wo_b": (model.dim, groups * 1024),
+        "shared gate and up": (2 * channels, model.dim),
+        "shared down": (model.dim, channels),
+    }
 
 
-def narrow_tiles(tokens: int = 64) -> list[dict[str, object]]:
-    """Return FP8 products of V4-Flash on one of four ranks: today, and with tiles of NARROW_ROWS rows."""
-    shapes = {
-        "wqkv_a": (1536, 4096), "wq_b": (8192, 1024), "index wq_b": (8192, 1024), "wo_b": (4096, 2048),
-        "shared gate and up": (1024, 4096), "shared down": (4096, 512),
-    }  # fmt: skip
+def tiles_of_products() -> list[dict[str, object]]:
+    """Return FP8 products' times in the chosen work tiles, in tiles of 128 rows and all tokens, and in the chosen ones
+    if pairs of CTAs shared the tokens."""
     found = []
-    for name, (rows, channels) in shapes.items():
-        launch = products.fp8_by_tcgen05(name, tokens, rows, channels, B200)
-        us, less = time_us(launch, B200), time_us(narrow(launch, tokens, rows, channels, B200), B200)
-        found.append({"product": name, "ctas": launch.ctas, "us": round(us, 2), "narrow_us": round(less, 2)})
+    for model, ranks in ((FLASH, 1), (FLASH, 4), (FLASH, 8), (PRO, 1), (PRO, 4), (PRO, 8)):
+        for name, (rows, channels) in products_of(model, ranks).items():
+            for tokens in (1, 16, 64, 128):
+                case = name, tokens, rows, channels, B200
+                plan = fp8_tcgen05_plan.plan_for(tokens, rows, B200.multiprocessors)
+                widest = fp8_tcgen05_plan.Plan(next(width for width in fp8_tcgen05_plan.WIDTHS if tokens <= width))
+                launch = products.fp8_by_tcgen05(*case)
+                found.append(
+                    {
+                        "model": model.name,
+                        "gpus": ranks,
+                        "product": name,
+                        "tokens": tokens,
+                        "rows": plan.rows,
+                        "tile_tokens": plan.tokens,
+                        "ctas": launch.ctas,
+                        "us": round(time_us(launch, B200), 2),
+                        "of_128_rows_us": round(time_us(products.fp8_by_tcgen05(*case, widest), B200), 2),
+                        "sharing_us": round(time_us(products.fp8_by_tcgen05(*case, sharing=2), B200), 2),
+                    }
+                )
     return found
 
 

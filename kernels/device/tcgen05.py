@@ -1,5 +1,7 @@
 """Tensor memory, and descriptors of `tcgen05.mma` operands in shared memory (Blackwell)."""
 
+from typing import ClassVar
+
 import cutlass
 from cutlass import Float32, Int32
 from cutlass.experimental import primitives as prims
@@ -9,6 +11,40 @@ from dsv4_kernels.device.cta_pair import group_of
 
 SWIZZLE_ROW_BYTES = 128
 """The span of the 128-byte swizzle: 64 bf16."""
+
+
+class TensorMemoryPlan:
+    """The part of a kernel's plan that :func:`set_up` needs: the end of a CTA's shared memory, and tensor memory.
+
+    Shared memory ends with the mbarriers, from `barriers_offset` on, and the word for the address of tensor memory.
+    """
+
+    num_barriers: ClassVar[int]
+
+    @property
+    def barriers_offset(self) -> int:
+        """Offset of the mbarriers in shared memory, a multiple of 8."""
+        raise NotImplementedError
+
+    @property
+    def used_columns(self) -> int:
+        """Columns of tensor memory that the kernel uses."""
+        raise NotImplementedError
+
+    @property
+    def tmem_address_offset(self) -> int:
+        """Offset of the word to which the allocation of tensor memory writes its address."""
+        return self.barriers_offset + 8 * self.num_barriers
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of a CTA."""
+        return self.tmem_address_offset + 16
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns to allocate: a power of two, at least 32."""
+        return 1 << max(self.used_columns - 1, 31).bit_length()
 
 
 def tmem_columns(tmem: prims.TmemAddr, warp: Int32, column: Int32 | int, dtype: type) -> cutlass.Array:
@@ -65,11 +101,16 @@ def set_up(
     Args:
         barriers, groups: see `mbarrier.initialise`.
         tmem_address: the word of shared memory that gets the address.
-        columns: a power of two from 32 to 512.
+        columns: a power of two from 32 to 512 (`TensorMemoryPlan.tmem_columns`).
         ctas: 1, or 2 for a pair, in which both CTAs allocate. There the barrier must be of both CTAs' warps, and a
             `tcgen05.fence::after_thread_sync` must follow it.
     """
     mbarrier.initialise(barriers, groups)
+    allocate(tmem_address, columns, ctas)
+
+
+def allocate(tmem_address: cutlass.Pointer, columns: int, ctas: int = 1) -> None:
+    """Allocates tensor memory, as `set_up`, which initialises mbarriers too."""
     dependent_launch.wait()
     prims.tcgen05_alloc(tmem_address, columns, group=group_of(ctas))
     prims.tcgen05_relinquish_alloc_permit(group=group_of(ctas))

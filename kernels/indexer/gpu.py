@@ -30,9 +30,9 @@ PAGES_A_CTA = 4
 FEW_TOKENS = 16
 """The most tokens of a call that gets the kernels for few tokens, whose time is one CTA's chain of loads."""
 CTAS_OF_FEW = 264
-"""Score CTAs of such a call: two for each multiprocessor of an H200."""
+"""Score CTAs of a call of at most FEW_TOKENS: two for each multiprocessor of an H200."""
 RUNS_OF_FEW = 32
-"""Score CTAs of a token in such a call at least, so that a request that is much longer than the others is shared."""
+"""The fewest score CTAs of a token in a call of at most FEW_TOKENS: a request much longer than the others is shared."""
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:

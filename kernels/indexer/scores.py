@@ -173,7 +173,7 @@ def load_page(args: Arguments, number: Int32, key: Int32, quad: Int32, loaded: c
 
 
 def load_words_through_l1(address: Int64) -> tuple:
-    """`load_words` of what other warps of the CTA load, too."""
+    """`load_words` through L1, for words that other warps of the CTA load, too."""
     return ptx.asm("ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", [Uint32] * 4, address)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from cutlass import Int32
@@ -12,7 +12,8 @@ from torch import Tensor
 from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import stride_bytes
-from dsv4_kernels.linear.fp8_tcgen05 import BLOCK, TILE_ROWS, WIDTHS, Arguments, Plan, launch
+from dsv4_kernels.linear.fp8_tcgen05 import launch
+from dsv4_kernels.linear.fp8_tcgen05_plan import BLOCK, Arguments, Plan, num_tiles, plan_for, plans
 from dsv4_kernels.model_shapes import ModelShapes
 
 
@@ -21,19 +22,13 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
     return load_launcher("linear_fp8_sm100", plan, arch, launch, Arguments, Int32, plan)
 
 
-def plan_for(num_tokens: int) -> Plan:
-    """The plan with the fewest work tiles, and of those the narrowest. All plans give the same bits."""
-    tiles = -(-num_tokens // WIDTHS[-1])
-    wanted = -(-num_tokens // tiles)
-    return Plan(next(width for width in WIDTHS if wanted <= width))
-
-
 def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, plan: Plan | None = None) -> Tensor:
     """`dsv4_kernels.linear.linear_fp8` on Blackwell: K a multiple of 128, both operands' scales powers of two.
 
     Args:
         codes, scales, weight, weight_scale: as in `linear_fp8`; rows of codes and weight at multiples of 16 bytes. The
-            scales' mantissas are not read.
+            scales' mantissas are not read. No kernel may write weights while a model runs: they are read before the
+            previous kernel has ended.
         plan: None chooses. The bits are the same.
 
     Raises:
@@ -44,9 +39,9 @@ def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, p
     out = torch.empty(num_tokens, num_rows, dtype=torch.bfloat16, device=codes.device)
     if not out.numel():
         return out
-    plan = plan or plan_for(num_tokens)
-    row_tiles = -(-num_rows // TILE_ROWS)
-    num_tiles = row_tiles * -(-num_tokens // plan.tokens)
+    multiprocessors = hardware_multiprocessors(codes.device)
+    plan = plan or plan_for(num_tokens, num_rows, multiprocessors)
+    tiles = num_tiles(plan, num_tokens, num_rows)
     arguments = Arguments(
         codes=codes.data_ptr(),
         codes_row_bytes=_row_bytes(codes),
@@ -62,10 +57,10 @@ def sm100(codes: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, p
         num_tokens=num_tokens,
         num_rows=num_rows,
         num_blocks=channels // BLOCK,
-        row_tiles=row_tiles,
-        num_tiles=num_tiles,
+        row_tiles=-(-num_rows // plan.rows),
+        num_tiles=tiles,
     )
-    num_ctas = min(hardware_multiprocessors(codes.device), num_tiles)
+    num_ctas = min(multiprocessors, tiles)
     compile(plan, architecture("sm100", codes.device))(arguments, Int32(num_ctas), current_stream(codes.device))
     return out
 
@@ -92,4 +87,4 @@ def _check(codes: Tensor, weight: Tensor, weight_scale: Tensor) -> None:
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of every plan."""
-    return [partial(compile, Plan(width), arch) for width in WIDTHS]
+    return [functools.partial(compile, plan, arch) for plan in plans()]

@@ -10,6 +10,8 @@ sums: here the order depends on the index in the reduced dimension only. (Produc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,9 +67,9 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-def sum_in_order(parts: Tensor) -> Tensor:
-    """`((parts[0] + parts[1]) + parts[2]) + ...` in fp32, rounded once: [n, ...] -> [...] in the dtype of the parts."""
+def sum_in_order(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """`((parts[0] + parts[1]) + parts[2]) + ...` in fp32, rounded once: n parts [...] -> [...] in their dtype."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
-    return total.to(parts.dtype)
+    return total.to(parts[0].dtype)

@@ -371,7 +371,14 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         )
 
     def attend(
-        self, layer_id: int, q: Tensor, window: Window, selected: Tensor | None, sink: Tensor, scale: float
+        self,
+        layer_id: int,
+        q: Tensor,
+        window: Window,
+        selected: Tensor | None,
+        sink: Tensor,
+        scale: float,
+        tokens: slice = ALL_TOKENS,
     ) -> Tensor:
         """One softmax over window rows, entries and sink: [T, H, row_dim] in q's dtype.
 
@@ -382,6 +389,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             selected: rows from `select` in a CSA layer, visible ones first; else None (HCA reads all visible entries).
             sink: [H] fp32.
             scale: factor of the scores.
+            tokens: the slice of the forward's tokens that are in q and `selected`.
         """
         meta, pool = self.metadata, self.token_to_kv_pool
         ratio = pool.geometry.layer_ratio(layer_id)
@@ -394,13 +402,13 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         return sparse_attention(
             q,
             window_rows,
-            window.index,
+            window.index[tokens],
             entries=entries,
             entry_indices=selected,
             page_table=page_table if dense else None,
             entries_per_page=entries_per_page(HCA_RATIO) if dense else 0,
-            token_to_request=meta.token_to_request if dense else None,
-            visible=meta.visible[ratio] if ratio else None,
+            token_to_request=meta.token_to_request[tokens] if dense else None,
+            visible=meta.visible[ratio][tokens] if ratio else None,
             sink=sink,
             scale=scale,
             split_keys=meta.split_keys,

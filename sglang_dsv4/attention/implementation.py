@@ -48,13 +48,16 @@ def chosen_implementation(device: torch.device, dtype: torch.dtype, head_dim: in
     return registry.chosen("sparse_attention", device, dtype, required_implementation(device, head_dim))
 
 
-def attention_shapes(geometry: PoolGeometry, heads: int, device: torch.device) -> AttentionShapes:
+def attention_shapes(
+    geometry: PoolGeometry, heads: int, device: torch.device, heads_of_own_rows: int | None = None
+) -> AttentionShapes:
     """Arguments of the attention calls that a rank makes.
 
     Args:
         geometry: of the pools: kinds of layers, and the format of their rows.
         heads: query heads of this rank.
         device: of the model.
+        heads_of_own_rows: query heads where a rank attends for its own rows of a prefill; None: it never does.
     """
     layers = tuple(
         AttentionLayer(
@@ -67,6 +70,7 @@ def attention_shapes(geometry: PoolGeometry, heads: int, device: torch.device) -
     return AttentionShapes(
         layers=layers,
         heads=heads,
+        prefill_heads=(heads,) if heads_of_own_rows is None else (heads, heads_of_own_rows),
         row_dim=geometry.row_dim,
         rope_dim=geometry.rope_dim,
         window_tokens=geometry.window_tokens,

@@ -100,7 +100,7 @@ class PageRecords:
             inside.copy_(part.view[:, *_index_of(pages, part)].transpose(0, 1))
 
     def scatter(self, pages: Tensor, records: Tensor) -> None:
-        """Copy records into pages of the pool; the arguments are those of `gather`. Pages must differ."""
+        """Copy records into pages of the pool; arguments as for `gather`. Pages must differ."""
         for part, inside in self._parts_of(records):
             part.view[:, *_index_of(pages, part)] = inside.transpose(0, 1)
         if self._packed is not None:

@@ -227,7 +227,7 @@ class RecordFiles(HiCacheStorage):
             self._limit.used([[self._path(key) for key in keys] for keys in prefix])
 
     def clear(self) -> None:
-        """Delete the records of this identity; those of other identities stay."""
+        """Delete the records of this identity; files of other identities stay."""
         if self._limit is not None:
             for path in self.folder.glob("*/*"):
                 self._limit.removed(path)

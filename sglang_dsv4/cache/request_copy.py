@@ -41,7 +41,7 @@ class RequestCopy:
         return cls(gathered.cpu(), tuple(ring[:, request_slot].to("cpu", copy=True) for ring in rings))
 
     def load(self, records: PageRecords, rings: Sequence[Tensor], token_slots: Tensor, request_slot: int) -> None:
-        """Copy the request back, to other full slots and another request slot. The arguments are those of `save`."""
+        """Copy the request back, to other full slots and another request slot. Arguments as for `save`."""
         pages = pages_of(token_slots)
         assert len(pages) == len(self.records), f"{len(self.records)} pages were saved, and {len(pages)} are there now"
         records.scatter(pages, self.records.to(records.device))

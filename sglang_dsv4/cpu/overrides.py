@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.seam import compat
-from sglang_dsv4.seam.hooks import FORWARD_IS_ON_CPU
 from sglang_dsv4.seam.install import attribute_set
+from sglang_dsv4.seam.rows.cpu import FORWARD_IS_ON_CPU
 
 if TYPE_CHECKING:
     from types import ModuleType

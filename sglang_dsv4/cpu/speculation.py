@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from sglang_dsv4.seam import compat
-from sglang_dsv4.seam.hooks import RESOLVING_VIEW
 from sglang_dsv4.seam.install import attribute_set
 from sglang_dsv4.seam.live import live_parts
+from sglang_dsv4.seam.rows.cpu import RESOLVING_VIEW
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar_backend import GrammarMask

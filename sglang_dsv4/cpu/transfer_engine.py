@@ -42,8 +42,8 @@ def prepare(*args: object, **kwargs: object) -> None:
     """Before SGLang makes its Mooncake engine on a CPU: provide the engine, and let page numbers stay on the host."""
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
-    from sglang_dsv4.seam.disaggregation_hooks import HOST_INDICES
     from sglang_dsv4.seam.install import set_attribute
+    from sglang_dsv4.seam.rows.disaggregation import HOST_INDICES
 
     set_attribute(MooncakeKVSender, HOST_INDICES)
     if importlib.util.find_spec("mooncake") is None:

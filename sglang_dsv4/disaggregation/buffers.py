@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
-from sglang_dsv4.seam.disaggregation_hooks import CARRIES_REASON
 from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.rows.disaggregation import CARRIES_REASON
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs

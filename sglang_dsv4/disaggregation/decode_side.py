@@ -22,9 +22,10 @@ THEIRS, OURS = "prefill server has kv_layout=", ", but decode server has kv_layo
 def refuse_other_prefills(
     original: Callable[..., Any], queue: DecodePreallocQueue, addr_to_reqs: dict[str, list[DecodeRequest]]
 ) -> tuple[dict[str, list[DecodeRequest]], list[DecodeRequest]]:
-    """End the requests of a prefill server whose pools are other ones, with what differs; serve the others.
+    """End the requests of a prefill server whose pools differ from ours, with an error that lists the differences.
 
-    Around `_ensure_prefill_info`, which raises for such a server, so that the decode server would end.
+    Requests of other prefill servers go on. Around `_ensure_prefill_info`, which raises for such a server, so that the
+    decode server would end.
 
     Returns:
         Requests by address of a prefill server that is known now, and requests that wait.
@@ -61,10 +62,10 @@ def explain(error: str) -> str:
 
 
 def wait_for_forwards(queue: DecodePreallocQueue, *args: Any, **kwargs: Any) -> None:
-    """Before a request's slots and pages are told to its prefill server: wait for the forwards under way.
+    """Before a request's slot and pages are told to its prefill server: wait for the forwards under way.
 
-    Their former request may have ended while one more step of it was launched, which writes a row into them. The other
-    server's writes do not wait for this one's streams.
+    The request that had them before may have ended while one more step of it was launched, which writes a row into
+    them. The prefill server's writes do not wait for this server's streams.
     """
     scheduler = queue.scheduler
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()

@@ -1,258 +1,21 @@
-"""A prefill server: pages are complete, and in the form in which they travel, before they are sent; and it forgets the
-rooms of requests that have ended.
-
-A room is the number under which both servers know a request. The decode server names its pages and slot whenever it has
-them, which may be after this server has given up the request.
-"""
+"""Pages of a prefill server: complete, and in the form in which they travel, before they are sent."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from dsv4_radix_cache.pages import page_floor
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
-from sglang_dsv4.seam.disaggregation_hooks import HANDLES_ABORTS
-from sglang_dsv4.seam.install import set_attribute
-from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-ABORTED = "The prefill server has aborted the request."
-ABORTED_THERE = "The decode server has aborted the request."
-MANY_ROOMS = 1 << 16
-LOCK_TIMEOUT_S = 60.0
-
-
-class Rooms:
-    """Rooms whose requests have ended on one server before the other knew of them, and the lock under which a room
-    ends, and under which a decode server's message is handled. The newest `MANY_ROOMS` rooms are remembered.
-
-    Without the lock the end of a room between two steps of SGLang's thread that hears decode servers ends that thread,
-    or leaves the room open for ever.
-    """
-
-    def __init__(self) -> None:
-        """Begin with no rooms."""
-        self._ended: dict[int, str] = {}  # here, with the reason
-        self._opened: dict[int, None] = {}
-        self._ended_there: dict[int, None] = {}  # before they were opened here
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock.
-
-        Raises:
-            RuntimeError: the thread that hears decode servers has ended while it handled a message.
-        """
-        if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            raise RuntimeError("the thread that hears decode servers has ended; its error is above")
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def locked_after(self, receive: Callable[[], list[bytes] | None]) -> Callable[[], list[bytes] | None]:
-        """`receive`, with the lock held from its return of a message to the next call."""
-        held = False
-
-        def receive_unlocked() -> list[bytes] | None:
-            nonlocal held
-            if held:
-                self._lock.release()
-            message = receive()
-            held = message is not None and self._lock.acquire()
-            return message
-
-        return receive_unlocked
-
-    def open(self, room: int) -> bool:
-        """Open the room of a new request; returns whether the decode server has aborted it already."""
-        self._ended.pop(room, None)
-        _remember(self._opened, room, None)
-        return self._ended_there.pop(room, self) is not self
-
-    def end(self, room: int, reason: str) -> None:
-        """Note a room's end on this server; its first reason stays."""
-        _remember(self._ended, room, self._ended.get(room, reason))
-
-    def end_there(self, room: int) -> bool:
-        """Note that the decode server has aborted a request; returns whether it was never opened here."""
-        if room in self._opened:
-            return False
-        _remember(self._ended_there, room, None)
-        return True
-
-    def why_ended(self, room: int) -> str | None:
-        """The reason why a room has ended here; None for other rooms."""
-        return self._ended.get(room)
-
-
-def _remember(rooms: dict[int, Any], room: int, value: object) -> None:
-    rooms[room] = value
-    if len(rooms) > MANY_ROOMS:
-        del rooms[next(iter(rooms))]
-
-
-_rooms: WeakKeyDictionary[CommonKVManager, Rooms] = WeakKeyDictionary()
-
-
-def rooms_of(manager: CommonKVManager) -> Rooms:
-    """The rooms of a manager's server."""
-    return _rooms.setdefault(manager, Rooms())
-
-
-def hear_under_lock(
-    original: Callable[..., Callable[[], Any]], manager: CommonKVManager, *args: Any, **kwargs: Any
-) -> Callable[[], Any]:
-    """A function that receives the next message, and lets no room end while it is handled; around
-    `_make_worker_recv`, which is called before the server is live. Mooncake's manager gets :func:`hear_decode`."""
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-
-    receive = original(manager, *args, **kwargs)
-    if manager.disaggregation_mode.value != "prefill":
-        return receive
-    if isinstance(manager, MooncakeKVManager):
-        set_attribute(manager, HANDLES_ABORTS)
-    return rooms_of(manager).locked_after(receive)
-
-
-def hear_decode(handle: Callable[[list[bytes]], bool], manager: MooncakeKVManager) -> Callable[[list[bytes]], bool]:
-    """The manager's `_handle_abort_notification`: if a decode server names its pages for a request that has ended here,
-    tell it so; if it aborts a request that is not here yet, remember that.
-
-    Every message of a decode server goes through this function. SGLang opens the room of a request that has ended anew,
-    and forgets an abort that comes first: a request waits for a timeout of minutes, and rooms stay here.
-
-    Returns:
-        A function of a message, which says whether the message needs no further handling.
-    """
-
-    def hear(msg: list[bytes]) -> bool:
-        if live_parts() is None:
-            return handle(msg)
-        from sglang.srt.disaggregation.base import KVPoll
-        from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification
-        from sglang.srt.disaggregation.mooncake.conn import TransferInfo
-
-        rooms = rooms_of(manager)
-        if handle(msg):
-            abort = AbortNotification.from_zmq(msg) if msg[0] == ABORT_TAG else None
-            if abort is not None and rooms.end_there(abort.room):
-                for table in (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len):
-                    table.pop(abort.room, None)
-            return True
-        reason = rooms.why_ended(room := int(msg[0])) if msg[0].isdigit() else None
-        if reason is None:
-            return False
-        info = TransferInfo.from_zmq(msg)
-        manager.send_kv_status_message(
-            targets=[] if info.is_dummy else [(info.endpoint, info.dst_port)],
-            bootstrap_room=room,
-            status=KVPoll.Failed,
-            failure_reason=reason,
-        )
-        return True
-
-    return hear
-
-
-def open_room(
-    original: Callable[..., None], sender: CommonKVSender, mgr: CommonKVManager, *args: Any, **kwargs: Any
-) -> None:
-    """Open the room of a new request, which may be that of an old one, or one that the decode server has aborted;
-    around the constructor."""
-    from sglang.srt.disaggregation.base import KVPoll
-
-    if live_parts() is None:
-        return original(sender, mgr, *args, **kwargs)
-    rooms = rooms_of(mgr)
-    with rooms.locked():
-        original(sender, mgr, *args, **kwargs)
-        if rooms.open(sender.bootstrap_room):
-            mgr.record_failure(sender.bootstrap_room, ABORTED_THERE)
-            mgr.update_status(sender.bootstrap_room, KVPoll.Failed)
-
-
-def tell_decode(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
-    """End a transfer on both servers; around `CommonKVSender.abort`.
-
-    SGLang ends it on this server only: a request that this server alone gives up would hold slots and pages of the
-    decode server until a timeout of minutes. If that server has not named its pages yet, it is told when it does
-    (`hear_decode`).
-    """
-    from sglang.srt.disaggregation.base import KVPoll
-
-    if live_parts() is None:
-        return original(sender)
-    manager, room = sender.kv_mgr, sender.bootstrap_room
-    rooms = rooms_of(manager)
-    with rooms.locked():
-        going_on = manager.request_status.get(room) not in (None, KVPoll.Failed, KVPoll.Success)
-        original(sender)
-        if going_on:
-            rooms.end(room, ABORTED)
-            manager.conclude_failure(bootstrap_room=room, failure_reason=ABORTED)
-
-
-def end_room(original: Callable[[CommonKVSender], None], sender: CommonKVSender) -> None:
-    """Forget a sender's room; around `CommonKVSender.clear`. A room that has failed in any way, for example by a
-    timeout, is noted as ended."""
-    from sglang.srt.disaggregation.base import KVPoll
-
-    if live_parts() is None:
-        return original(sender)
-    manager, room = sender.kv_mgr, sender.bootstrap_room
-    rooms = rooms_of(manager)
-    with rooms.locked():
-        if manager.request_status.get(room) == KVPoll.Failed:
-            rooms.end(room, manager.failure_records.get(room, "The prefill server has given up the request."))
-        original(sender)
-
-
-def forget_aborted(result: Any, scheduler: Scheduler, req: Req) -> None:
-    """After a request was dropped whose sender has aborted: forget its room, which SGLang keeps."""
-    from sglang.srt.disaggregation.base import KVPoll
-    from sglang.srt.disaggregation.common.conn import CommonKVSender
-
-    sender = req.disagg_kv_sender
-    if live_parts() is None or not isinstance(sender, CommonKVSender) or sender.conclude_state != KVPoll.Failed:
-        return
-    sender.clear()
-    with sender.kv_mgr.failure_lock:
-        sender.kv_mgr.failure_records.pop(sender.bootstrap_room, None)
-
-
-def forget_aborted_chunks(original: Callable[[Scheduler], None], scheduler: Scheduler) -> None:
-    """The same for a request that is dropped between two of its chunks; around `process_pending_chunked_abort`."""
-    req = scheduler.chunked_req
-    original(scheduler)
-    if req is not None and scheduler.chunked_req is not req:
-        forget_aborted(None, scheduler, req)
-
-
-def give_reason(scheduler: Scheduler, req: Req) -> None:
-    """Before a request ends at its first token: give the decode server, which answers the client, the reason."""
-    from sglang.srt.disaggregation.common.conn import CommonKVSender
-
-    finish, sender = req.to_finish or req.finished_reason, req.disagg_kv_sender
-    message = getattr(finish, "message", None)
-    if live_parts() is not None and message and isinstance(sender, CommonKVSender):
-        sender.kv_mgr.conclude_failure(bootstrap_room=sender.bootstrap_room, failure_reason=message)
 
 
 def send_prefix_early(original: Callable[..., None], scheduler: Scheduler, req: Req, allow_send: bool = True) -> None:
@@ -260,8 +23,8 @@ def send_prefix_early(original: Callable[..., None], scheduler: Scheduler, req: 
     them; then they are sent with the chunk.
 
     Around `maybe_send_cached_prefix_chunk`: SGLang knows the copies of its own controller only. Copies that wait are
-    issued before the next forward; those that were issued are over when the forward is for which the sender waits, but
-    without overlap it waits for none.
+    issued before the next forward. Copies that were issued are over at the end of the forward for which the sender
+    waits; without overlapped scheduling it waits for no forward.
     """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if isinstance(pool, Dsv4KVPool) and pool.page_copies is not None:
@@ -274,6 +37,7 @@ def pack_pages(result: Any, runner: ModelRunner, forward_batch: ForwardBatch, *a
     """After a forward over prompts: copy the HCA pages that it wrote into the form in which they travel.
 
     In the forward's stream, so the copy is over when the forward's results are on the host, and before they are sent.
+    The pages' numbers are read on the device: the host does not wait for the forward.
     """
     pool, mode = runner.token_to_kv_pool, forward_batch.forward_mode
     if not isinstance(pool, Dsv4KVPool) or pool.packed_pages is None or not mode.is_extend_without_speculative():
@@ -281,7 +45,7 @@ def pack_pages(result: Any, runner: ModelRunner, forward_batch: ForwardBatch, *a
     begins, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
     if begins is None or counts is None:  # a warm-up, without requests
         return
-    requests, token_slots = forward_batch.req_pool_indices, runner.req_to_token_pool.req_to_token
+    requests, token_slots = forward_batch.req_pool_indices_cpu.tolist(), runner.req_to_token_pool.req_to_token
     first_tokens = [
         token_slots[request, page_floor(begin) : begin + count : FULL_PAGE_TOKENS]
         for request, begin, count in zip(requests[: len(counts)], begins, counts, strict=True)

@@ -14,11 +14,20 @@ from torch import Tensor, nn
 
 from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
+from sglang_dsv4.attention.backend import ALL_TOKENS
+from sglang_dsv4.layers.all_heads import AllHeads
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.concurrent import together
 from sglang_dsv4.layers.grouped_projection import GroupedProjection
 from sglang_dsv4.layers.indexer import Indexer
-from sglang_dsv4.layers.linear import Fp8Input, StackedProjection, SublayerInput, load_row_shard, quantises_once
+from sglang_dsv4.layers.linear import (
+    Fp8Input,
+    StackedProjection,
+    SublayerInput,
+    load_row_shard,
+    quantises_once,
+    some_tokens,
+)
 from sglang_dsv4.layers.norm import RMSNorm
 from sglang_dsv4.layers.peer_sums import Part
 from sglang_dsv4.layers.rank_sum import output_of_attention
@@ -97,38 +106,71 @@ class Attention(nn.Module):
             if of_indexer:
                 self.indexer = Indexer(config, layer_id, *of_indexer, quant_config, f"{prefix}.indexer")
         self.rope = Rotation(config, kind)
+        self.all_heads: AllHeads | None = None
+
+    def share_rows(self) -> None:
+        """Let a rank attend for its own rows only where rows are sharded."""
+        self.all_heads = AllHeads(self.wq_b, self.wo_a, self.wo_b, self.attn_sink, self.quantises)
 
     def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor | Part:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
         next boundary; `positions [T]` int64."""
-        backend, tokens, indexer = get_attn_backend(), len(positions), self.indexer
+        backend, tokens, indexer, all_heads = get_attn_backend(), len(positions), self.indexer, self._all_heads(rows)
+        attends = rows.own if all_heads else ALL_TOKENS
         latents, projected = together(
             tokens, lambda: self.wqkv_a(x.of_linear)[0], self.projection and (lambda: self.projection(x.rows))
         )
         q_latent, kv = latents.split((self.config.q_lora_rank, self.config.head_dim), -1)
-        q_latent = self.q_norm.of_linear(q_latent, self.quantises)
+        q_latent = self.q_norm.of_linear(q_latent[attends], self.quantises)
+        index_latent = q_latent if all_heads or rows.is_whole else some_tokens(q_latent, rows.own)
         q, index_q = together(
-            tokens, lambda: self.wq_b(q_latent)[0], indexer and (lambda: indexer.query(q_latent, rows))
+            tokens,
+            lambda: all_heads.queries(q_latent) if all_heads else self.wq_b(q_latent)[0],
+            indexer and (lambda: indexer.query(index_latent)),
         )
+        q = q.unflatten(-1, (-1, self.config.head_dim))
         window = backend.window(self.layer_id)
+
+        def rotate_and_store() -> Tensor:
+            if all_heads is None:
+                return self.norm_rope_store(q, kv, positions, window.destinations)
+            self.store_rows(kv, positions, window.destinations)
+            return self.norm_rope_store(q, kv[attends], positions[attends], ())
+
         q, _, index_query = together(
             tokens,
-            lambda: norm_rope_store(
-                q.unflatten(-1, (self.num_local_heads, self.config.head_dim)),
-                kv,
-                self.kv_norm.weight,
-                positions,
-                self.rope.frequencies,
-                self.config.rms_norm_eps,
-                window.destinations,
-                qat=self.config.qat.kv_fp8,
-            ),
+            rotate_and_store,
             projected and (lambda: self.store_entries(projected, x.rows.dtype)),
             indexer and (lambda: indexer.rotated(index_q, projected[2], positions, rows)),
         )
         selected = indexer.select(*index_query, rows) if indexer else None
-        o = backend.attend(self.layer_id, q, window, selected, self.attn_sink, self.config.softmax_scale)
+        if selected is not None and all_heads is None:
+            selected = rows.gather(selected)
+        sink = all_heads.sink if all_heads else self.attn_sink
+        o = backend.attend(self.layer_id, q, window, selected, sink, self.config.softmax_scale, attends)
         return self.project(o, positions, rows)
+
+    def _all_heads(self, rows: RowShards) -> AllHeads | None:
+        """The weights with which a rank attends for its own rows; None where it attends for all with its own heads."""
+        return None if rows.is_whole else self.all_heads
+
+    def norm_rope_store(self, q: Tensor, kv: Tensor, positions: Tensor, destinations: Sequence[Destination]) -> Tensor:
+        """The op of this name with this layer's weight and angles: the queries `q [T, heads, head_dim]`, rotated."""
+        return norm_rope_store(
+            q,
+            kv,
+            self.kv_norm.weight,
+            positions,
+            self.rope.frequencies,
+            self.config.rms_norm_eps,
+            destinations,
+            qat=self.config.qat.kv_fp8,
+        )
+
+    def store_rows(self, kv: Tensor, positions: Tensor, destinations: Sequence[Destination]) -> None:
+        """Store window rows of tokens without queries here; `kv [T, head_dim]` before the norm."""
+        # The op needs a query: one head, whose result is not read.
+        self.norm_rope_store(kv.unsqueeze(1), kv, positions, destinations)
 
     def store_entries(self, projected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
         """Store the entries, and in a CSA layer the indexer's keys, of the compression groups that this forward closes.
@@ -151,17 +193,12 @@ class Attention(nn.Module):
             destinations: tables and rows to write to.
         """
         kv = self.wqkv_a(x)[0].split((self.config.q_lora_rank, self.config.head_dim), -1)[1]
-        norm_rope_store(
-            kv.unsqueeze(1),  # the op needs a query: one head, whose result is not read
-            kv,
-            self.kv_norm.weight,
-            positions,
-            self.rope.frequencies,
-            self.config.rms_norm_eps,
-            destinations,
-            qat=self.config.qat.kv_fp8,
-        )
+        self.store_rows(kv, positions, destinations)
 
     def project(self, o: Tensor, positions: Tensor, rows: RowShards) -> Tensor | Part:
-        """The sublayer's output as `forward` returns it, from the attention's `o [T, local heads, head_dim]`."""
+        """The sublayer's output as `forward` returns it, from the attention's `o [T, local heads, head_dim]`, or from
+        [own tokens, heads, head_dim] where the rank attends for its own rows."""
+        all_heads = self._all_heads(rows)
+        if all_heads is not None:
+            return rows.pad_own(all_heads.project(o, positions[rows.own], self.rope))
         return output_of_attention(self.wo_b(self.wo_a(o, positions, self.rope, self.quantises))[0], rows)

@@ -72,7 +72,7 @@ def takes(weight: Tensor, block_size: list[int], weight_scale: Tensor) -> bool:
 class FewTokensProduct:
     """The product that `Fp8LinearMethod` calls instead of SGLang's.
 
-    A layer's first product is SGLang's in any case: it compiles DeepGEMM's kernels of the shape for all numbers of
+    The first product of a shape is SGLang's in any case: it compiles DeepGEMM's kernels of the shape for all numbers of
     tokens, which would otherwise happen during the first long prompt.
 
     Args:
@@ -83,7 +83,7 @@ class FewTokensProduct:
     def __init__(self, many: Callable[..., Tensor]) -> None:
         self.many = many
         self.func = getattr(many, "func", many)  # SGLang decides by it how weights are arranged
-        self.takes_few: bool | None = None  # None before the first product
+        self.takes_few: dict[torch.Size, bool] = {}  # by the weight's shape
 
     def __call__(
         self,
@@ -96,10 +96,10 @@ class FewTokensProduct:
         **others: Any,  # noqa: ANN401 - SGLang's
     ) -> Tensor:
         """The product [T, N] bf16 of `input [T, K]` and `weight [N, K]`, both e4m3 with scales."""
-        first = self.takes_few is None
+        first = weight.shape not in self.takes_few
         if first:
-            self.takes_few = takes(weight, block_size, weight_scale)
-        if first or not self.takes_few or input_scale is None or input.shape[0] > MOST_TOKENS:
+            self.takes_few[weight.shape] = takes(weight, block_size, weight_scale)
+        if first or not self.takes_few[weight.shape] or input_scale is None or input.shape[0] > MOST_TOKENS:
             return self.many(input, weight, block_size, weight_scale, input_scale, bias, **others)
         assert bias is None, "DeepSeek-V4 has no linear layer with a bias"
         return linear_fp8(input, input_scale, weight, weight_scale)

@@ -178,16 +178,33 @@ class GroupedProjection(nn.Module):
         """
         if self.kept != "bf16" and len(o) <= most_tokens_in_fp8(self.kept):
             rotation = HeadRotation(positions, rope.frequencies, self.head_dim)
-            made = grouped_linear_fp8_weight(self._grouped(o), self.weight, self.weight_scale_inv, rotation, quantises)
+            made = grouped_linear_fp8_weight(
+                _grouped(o, self.groups), self.weight, self.weight_scale_inv, rotation, quantises
+            )
             return Fp8Input(*made) if quantises else made.flatten(1)
-        weight = self.weight
-        if self.kept != "bf16":
-            weight = self.expand() if self.kept == "fp8" else self.expanded
-        made = grouped_linear(self._grouped(rope.undo(o, positions)), weight).flatten(1)
+        made = self.multiply(o, positions, rope, self.in_model_dtype())
         return Fp8Input.of(made) if quantises else made
 
-    def _grouped(self, o: Tensor) -> Tensor:
-        return o.flatten(1).unflatten(-1, (self.groups, -1))
+    def in_model_dtype(self) -> Tensor:
+        """The weight [local output groups, o_lora_rank, channels] in the model's dtype."""
+        if self.kept == "bf16":
+            return self.weight
+        return self.expand() if self.kept == "fp8" else self.expanded
+
+    def multiply(self, o: Tensor, positions: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
+        """The product [T, groups * o_lora_rank] of the attention's result with a weight in the model's dtype.
+
+        Args:
+            o: [T, heads, head_dim]. It may be overwritten.
+            positions: [T] int64.
+            rope: of the layer.
+            weight: [groups, o_lora_rank, channels], of this rank's output groups or of others, with o's heads.
+        """
+        return grouped_linear(_grouped(rope.undo(o, positions), len(weight)), weight).flatten(1)
+
+
+def _grouped(o: Tensor, groups: int) -> Tensor:
+    return o.flatten(1).unflatten(-1, (groups, -1))
 
 
 def _load_powers_of_two(load: Callable[[nn.Parameter, Tensor], None], param: nn.Parameter, loaded: Tensor) -> None:

@@ -52,14 +52,12 @@ class Indexer(nn.Module):
         width = Compressor.width(LayerKind.CSA, config.index_head_dim)
         return config.index_n_heads, width, width
 
-    def query(self, q_latent: Tensor | Fp8Input, rows: RowShards) -> Tensor:
+    def query(self, q_latent: Tensor | Fp8Input) -> Tensor:
         """The queries [own tokens, index heads, index_head_dim] of this rank's share of the tokens, before RoPE.
 
         Args:
-            q_latent: [T, q_lora_rank], the normed query latent of the main attention.
-            rows: this rank's share of the tokens, for which it selects.
+            q_latent: [own tokens, q_lora_rank], the normed query latent of the main attention.
         """
-        q_latent = q_latent.of_tokens(rows.own) if isinstance(q_latent, Fp8Input) else q_latent[rows.own]
         return self.wq_b(q_latent)[0].unflatten(-1, (self.config.index_n_heads, self.config.index_head_dim))
 
     def rotated(self, q: Tensor, head_weights: Tensor, positions: Tensor, rows: RowShards) -> tuple[Tensor, Tensor]:
@@ -75,10 +73,11 @@ class Indexer(nn.Module):
         return index_query(q, head_weights[rows.own], positions[rows.own], frequencies, self.weight_scale, quantise)
 
     def select(self, q: Tensor, weights: Tensor, rows: RowShards) -> Tensor:
-        """Rows of the selected entries, [T, index_topk] int32, -1 = hole. This forward's keys must be written before.
+        """Rows of the selected entries, [own tokens, index_topk] int32, -1 = hole. This forward's keys must be written
+        before.
 
         Args:
             q, weights: the results of `rotated`.
-            rows: this rank's share of the tokens; the result has all tokens.
+            rows: this rank's share of the tokens.
         """
-        return rows.gather(get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, rows.own))
+        return get_attn_backend().select(self.layer_id, q, weights, self.config.index_topk, rows.own)

@@ -56,6 +56,11 @@ class Fp8Input(NamedTuple):
         return Fp8Input(codes, columns.T[: len(scales)].copy_(scales))
 
 
+def some_tokens(x: Tensor | Fp8Input, tokens: slice) -> Tensor | Fp8Input:
+    """The input [T, k] of some of the tokens."""
+    return x.of_tokens(tokens) if isinstance(x, Fp8Input) else x[tokens]
+
+
 class SublayerInput(NamedTuple):
     """A sublayer's normed input, also quantised for its FP8 products if `quantises_once` holds."""
 

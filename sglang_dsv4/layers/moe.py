@@ -106,8 +106,10 @@ class ReferenceExperts(LocalExperts):
         )
 
     def rows_of_pairs(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T * k, d] in x's dtype of the pairs of this rank's experts, and the row of each pair [T, k] int32,
-        negative for others'; arguments as for `forward`."""
+        """Rows [T * k, d] in x's dtype of the pairs of token and expert, and the row of each pair [T, k] int32.
+
+        A pair whose expert is another rank's has a negative row. Arguments as for `forward`.
+        """
         rows = expert_rows(
             x,
             weights,
@@ -126,9 +128,9 @@ class ReferenceExperts(LocalExperts):
         """The sum over experts, the shared expert included: [T, d] in the dtype of `shared`.
 
         Args:
-            rows: [R, d], of the experts of all ranks.
+            rows: [R, d], the weighted outputs of the experts of all ranks (`rows_of_pairs`).
             row_of_pair: [T, k] int32.
-            experts: [T, k], ids among all experts.
+            experts: [T, k] int32, numbers among the experts of all ranks; rows are summed by rising number.
             shared: [T, d] in the model's dtype, the shared expert's output.
         """
         return torch.add(sum_expert_rows(rows, row_of_pair, experts), shared).to(shared.dtype)

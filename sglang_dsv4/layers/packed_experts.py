@@ -154,7 +154,7 @@ class PackedExperts(LocalExperts):
         return launch_module(self.kernels).sum_products(slot_rows, work, dtype, shared)
 
     def rows_of_pairs(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [slots, d] bf16 of this rank's experts, and the row of each pair [T, k] int32, negative for others'.
+        """Rows [slots, d] bf16 of this rank's experts, and the row of each pair [T, k] int32, negative on other ranks.
 
         Args:
             x: [T, d] bf16.
@@ -167,13 +167,9 @@ class PackedExperts(LocalExperts):
         return self.multiply(x, work, None), work.listed.slot_of_pair
 
     def sum_of_pairs(self, rows: Tensor, row_of_pair: Tensor, experts: Tensor, shared: Tensor) -> Tensor:
-        """The sum over experts, the shared expert included, with the bits of `sum` on one rank: [T, d] bf16.
+        """The sum over experts with the bits of `sum` on one rank; arguments as for `ReferenceExperts.sum_of_pairs`.
 
-        Args:
-            rows: [R, d] bf16, contiguous, of the experts of all ranks.
-            row_of_pair: [T, k] int32.
-            experts: [T, k] int32, numbers among the experts of all ranks.
-            shared: [T, d] bf16, the shared expert's output.
+        `rows`, which must be contiguous, `shared` and the result are bf16.
         """
         from dsv4_kernels.moe import sums
 

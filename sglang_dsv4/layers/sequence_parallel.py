@@ -12,7 +12,10 @@ sharded.
 Each row is computed by itself, so bits do not change, except for sums over more than two ranks without
 --enable-deterministic-inference.
 
-    SGLANG_DSV4_SEQUENCE_PARALLEL    on: as above; off (default): every rank computes all rows.
+    SGLANG_DSV4_SEQUENCE_PARALLEL    off (default): every rank computes all rows.
+                                     on: as above.
+                                     attention: as above; and a rank attends for its own tokens only, with all heads
+                                     (`all_heads`), whose weights every rank then has. No sum follows the attention.
 """
 
 from __future__ import annotations
@@ -45,9 +48,14 @@ def is_on() -> bool:
     """Whether the environment switches sequence parallelism on.
 
     Raises:
-        ValueError: neither on nor off.
+        ValueError: the variable holds another word.
     """
-    return env.choice(VARIABLE) == "on"
+    return env.choice(VARIABLE) in ("on", "attention")
+
+
+def shards_attention() -> bool:
+    """Whether a rank of this process attends for its own rows only, in forwards whose rows are sharded."""
+    return may_be() and env.choice(VARIABLE) == "attention"
 
 
 def may_be() -> bool:
@@ -87,7 +95,11 @@ class RowShards:
 
     def take(self, rows: Tensor) -> Tensor:
         """This rank's rows [size, ...] of all rows [T, ...], with zeros after the last token."""
-        return rows if self.is_whole else _padded(rows[self.own], self.size)
+        return self.pad_own(rows[self.own])
+
+    def pad_own(self, rows: Tensor) -> Tensor:
+        """This rank's rows [size, ...], with zeros after the last token, from its tokens' [up to size, ...]."""
+        return rows if self.is_whole else _padded(rows, self.size)
 
     def pad(self, rows: Tensor) -> Tensor:
         """The rows [T, ...] padded to [count * size, ...] with zeros after the last token, in contiguous memory."""

@@ -156,6 +156,9 @@ class DeepseekV4Model(nn.Module):
             )
             for layer_id in range(config.num_hidden_layers)
         )
+        if sequence_parallel.shards_attention():
+            for layer_id in stage.layers:
+                self.layers[layer_id].attn.share_rows()
         self.hc_head = HyperConnectionHead(config) if stage.is_last else PPMissingLayer()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else PPMissingLayer()
 

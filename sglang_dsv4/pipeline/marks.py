@@ -1,4 +1,4 @@
-"""Marks of rows without a usable token travel with the tokens: all stages end the requests that the last stage finds.
+"""Marks of rows without a usable token travel with the tokens, so that all stages end the same requests.
 
 See `sglang_dsv4.requests.not_finite`. SGLang sends a forward's tokens from the last stage to the first, and from there
 to the others, as a dict of tensors.

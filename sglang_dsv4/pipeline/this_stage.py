@@ -1,4 +1,4 @@
-"""The stage that this process belongs to, and small messages between the stages' schedulers.
+"""The stage of this process, and small messages between the stages' schedulers.
 
 A stage (`--pp-size`) has consecutive layers, with their pools, tails and files. Between two stages travel the four
 streams of each row, complete: the output of a stage's last sublayer is written back before they are sent, by a
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_dsv4.model_config.config import Config
 
 MOST_UNRECEIVED = 64
-"""Messages to one stage that may be under way; a sender with more waits for the oldest."""
+"""Messages from one stage to another that may be under way; before the next one the sender waits for the oldest."""
 
 
 def stage_of_this_process(config: Config) -> Stage:
@@ -70,12 +70,12 @@ class Messages:
             sent.popleft()[0].wait()
         sent.append((torch.distributed.isend(message, group=self._group, group_dst=to, tag=self._tag), message))
 
-    def receive(self, count: int, of: int) -> list[int]:
-        """The next message of a stage, `count` numbers; waits for it.
+    def receive(self, count: int, sender: int) -> list[int]:
+        """The next message from stage `sender`, `count` numbers; waits for it.
 
         Raises:
             RuntimeError: the stage's process has ended, or its message has another length.
         """
         message = torch.empty(count, dtype=torch.int64)
-        torch.distributed.recv(message, group=self._group, group_src=of, tag=self._tag)
+        torch.distributed.recv(message, group=self._group, group_src=sender, tag=self._tag)
         return message.tolist()

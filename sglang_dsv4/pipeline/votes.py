@@ -16,10 +16,13 @@ from sglang_dsv4.model_config.stages import StagesDifferError
 from sglang_dsv4.pipeline.this_stage import Messages
 
 STATES = 4
-"""Numbers of a fetch: 1 if it is over; its usable pages; their negative; 1 if its requests may still wait."""
+"""Numbers of a fetch, of which the least over all ranks counts: 1 if it is over; its usable pages; their negative,
+whose least is the most pages; 1 if its request may still wait."""
 _REPORTED = 3
-"""Numbers of a report: the last of a fetch's numbers is a clock's, and stage 0's alone."""
+"""Numbers of a fetch that later stages report to stage 0, the first of `STATES`. Whether a request may still wait is
+decided by the clocks of stage 0 alone."""
 UNKNOWN = (0, 0, 0)
+"""The report of a stage that has not reported yet: its fetch goes on."""
 
 
 class Votes:

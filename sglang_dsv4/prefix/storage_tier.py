@@ -28,7 +28,7 @@ from torch import Tensor
 from dsv4_radix_cache.ledger import Ledger
 from dsv4_radix_cache.pages import PAGE_TOKENS
 from dsv4_radix_cache.tail_store import CopyState
-from sglang_dsv4.pipeline.votes import Votes
+from sglang_dsv4.pipeline.votes import STATES, Votes
 from sglang_dsv4.prefix.host_tier import HostTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 
@@ -79,6 +79,7 @@ class _Fetch:
     number: int  # of the fetch, equal on all ranks
     slots: list[int] = field(default_factory=list)  # reserved, for pages from `begin` on, while they are read
     reading: bool = False
+    has_failed: bool = False  # `work` has raised an error, which was counted
 
     @property
     def name(self) -> int:
@@ -96,7 +97,12 @@ class _Fetch:
 
     def read_into(self, slots: list[int], work: Future[_Found]) -> None:
         """Note that the look-up is over, and that `work` reads the pages into `slots`."""
-        self.slots, self.work, self.reading = slots, work, True
+        self.slots, self.work, self.reading, self.has_failed = slots, work, True, False
+
+    def note_failure(self) -> bool:
+        """Note that `work` has raised an error; returns whether that was not known yet."""
+        was_known, self.has_failed = self.has_failed, True
+        return not was_known
 
     def stop_waiting(self) -> None:
         """Note that no request waits for the fetch any longer; it goes on."""
@@ -326,7 +332,7 @@ class StorageTier:
         agreed = self._votes.agree([fetch.name for fetch in self._fetches], states)  # as many fetches on all ranks
         remaining = []
         for i, fetch in enumerate(self._fetches):
-            done, least, most, in_time = agreed[4 * i : 4 * i + 4]
+            done, least, minus_most, in_time = agreed[STATES * i : STATES * (i + 1)]
             if not done:
                 if not in_time and fetch.handle is not None:
                     self.totals.late += 1
@@ -339,7 +345,7 @@ class StorageTier:
                 else:
                     over[fetch.handle] = (0, 0)
             else:
-                pages = self._publish(fetch, least if least == -most else 0)
+                pages = self._publish(fetch, least if least == -minus_most else 0)
                 over[fetch.handle] = (fetch.floor * PAGE_TOKENS, max(0, pages - fetch.floor) * PAGE_TOKENS)
         self._fetches = remaining
         over.pop(None, None)
@@ -381,13 +387,17 @@ class StorageTier:
         return pages
 
     def _result(self, fetch: _Fetch) -> _Found:
-        """A thread's result; `_Found(0)` if the backend raised an error."""
+        """A thread's result; `_Found(0)` if the backend raised an error.
+
+        Asked for in every round until all ranks have a result, so an error is counted at the first time.
+        """
         error = fetch.work.exception()
         if error is None:
             return fetch.work.result()
-        self.totals.errors += 1
-        if self.totals.errors == 1:
-            logger.error("prefix storage: a prefix can't be fetched; further errors are counted", exc_info=error)
+        if fetch.note_failure():
+            self.totals.errors += 1
+            if self.totals.errors == 1:
+                logger.error("prefix storage: a prefix can't be fetched; further errors are counted", exc_info=error)
         return _Found(0)
 
     @property

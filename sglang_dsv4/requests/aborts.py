@@ -38,7 +38,7 @@ def end_the_request(original: Callable[[Scheduler, AbortReq], None], scheduler: 
 def known_requests(scheduler: Scheduler) -> set[Req]:
     """The requests that SGLang compares with an abort's id: waiting, waiting for a grammar, running.
 
-    On a prefill or decode server also those that wait for the other server, travel, or were retracted.
+    On a prefill or decode server also the requests that wait for the other server, travel, or were retracted.
     """
     chunked = scheduler.chunked_req
     bootstrap, preallocation = scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_decode_prealloc_queue

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.requests.refused import administration
 from sglang_dsv4.seam import live
-from sglang_dsv4.seam.hooks import DISPATCHER, GENERATE_ROUTE
+from sglang_dsv4.seam.hooks import DISPATCHER
 from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.rows.clients import GENERATE_ROUTE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq

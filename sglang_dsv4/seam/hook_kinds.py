@@ -1,4 +1,7 @@
-"""A row of the table of hooks, `hooks.HOOKS`: its columns, how it is installed, and in which processes."""
+"""A row of the table of hooks, `hooks.HOOKS`: its columns, how it is installed, and in which processes.
+
+At the end: names and reasons that rows of several subjects share.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +67,16 @@ class Hook(NamedTuple):
     why: str
     until: str  # the change to SGLang after which the row can go
     only_cpu: bool = False  # installed only where `cpu.platform` is the platform
+
+
+RUNNER = "sglang.srt.model_executor"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+EAGLE_SAMPLE = "sglang.srt.speculative.eagle_utils.eagle_sample"
+REQUESTS = "sglang_dsv4.requests"
+REFUSED = f"{REQUESTS}.refused"
+
+VALIDATES = "SGLang validates the value and answers 400"
+SURVIVES = "SGLang's scheduler survives a handler that raises"
+UPDATES = "SGLang's weight updates are all or nothing"
+NOT_FINITE = "SGLang ends a request whose logits are not finite, with a reason"
+ASKS_PLATFORM = "SGLang asks the platform first"

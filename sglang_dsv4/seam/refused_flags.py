@@ -301,7 +301,7 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
 
 
 def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for what attention data parallelism can't be combined with.
+    """Raise for flags and variables that attention data parallelism can't be combined with.
 
     Raises:
         ValueError: names the flag or variable, and what to do.
@@ -333,7 +333,7 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
             "control request together; leave it out"
         )
     if sequence_parallel_is_on():
-        raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL=on {beside}: unset it")
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL {beside}: unset it")
     if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
     if envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
@@ -365,7 +365,7 @@ BETWEEN_SERVERS = (
 
 
 def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for what a server can't be combined with that sends to another one, or receives.
+    """Raise for flags that a prefill or decode server can't have.
 
     Raises:
         ValueError: names the flag, its value and why.
@@ -386,13 +386,19 @@ WITH_STAGES = (
     Refusal("--hicache-storage-backend", other_than(None, "file"), "only files were tested between stages; use file"),
     *flags("--pp-async-batch-depth", above(0), BETWEEN_STAGES),
     *flags("--enable-dynamic-chunking --enable-memory-saver", bool, BETWEEN_STAGES),
+    Refusal(
+        "--scheduler-recv-interval",
+        above(1),
+        "a stage that skips a turn leaves what the stage before has sent, and both wait for ever; leave it out",
+    ),
+    Refusal("--enable-prefill-delayer", bool, "it needs overlapped scheduling, which stages do not have; leave it out"),
     Refusal("--enable-return-hidden-states", bool, "SGLang's stages do not exchange them; leave it out"),
 )
 """Refused with --pp-size above 1."""
 
 
 def refuse_with_stages(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for what the stages of a pipeline can't be combined with.
+    """Raise for flags that the stages of a pipeline can't be combined with.
 
     Raises:
         ValueError: names the flag, its value and why.
@@ -420,7 +426,7 @@ def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLa
 
 def sequence_parallel_is_on() -> bool:
     """Whether the environment shards the rows of prefills; the module that does so imports SGLang's layers."""
-    return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") == "on"
+    return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") in ("on", "attention")
 
 
 def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SGLang's view of it

@@ -49,7 +49,7 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
     exchanges = row_exchange.is_on()
     shared_ranks = 1 if exchanges else get_parallel().tp_size
     return ModelShapes(
-        attention=attention_shapes(geometry, heads, device),
+        attention=attention_shapes(geometry, heads, device, _heads_of_own_rows(config, is_draft)),
         hidden_size=config.hidden_size,
         # A draft also norms the rows that it gets from the target.
         norm_dims=(config.q_lora_rank, config.hidden_size) if is_draft else (config.q_lora_rank,),
@@ -76,6 +76,10 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         peer_sum_ranks=peer_sums.ranks(),
         peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
     )
+
+
+def _heads_of_own_rows(config: Config, is_draft: bool) -> int | None:
+    return config.num_attention_heads if sequence_parallel.shards_attention() and not is_draft else None
 
 
 def _fewest_own_rows() -> int:

@@ -12,11 +12,11 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: the model read
 
 import model_step
 from lib.experts_inputs import Model
-from step_model import attention, blackwell, experts, index, measured, products, rows, step
+from step_model import attention, blackwell, experts, index, measured, products, rows, step, what_if
 from step_model.hardware import B200, H200, Fitted, Gpu
 from step_model.launch import Launch, bound_by, parts_us, time_us
 
-from dsv4_kernels.linear import gpu
+from dsv4_kernels.linear import fp8_tcgen05_plan, gpu
 from dsv4_kernels.moe.sm90.plan import NARROW, WIDE
 from dsv4_kernels.moe.sm100.plan import Product
 
@@ -66,6 +66,8 @@ def test_a_launch_that_loads_ahead_hides_its_first_load_and_as_much_as_fits_into
     assert time_us(launch, GPU, early=True) == pytest.approx(1.0 + 4.0)
     assert time_us(launch, GPU, early=True, idle_us=1.5) == pytest.approx(1.0 + 2.5)
     assert time_us(launch, GPU, early=True, idle_us=9.0) == pytest.approx(1.0 + 2.0)
+    products_wait = replace(launch, clocks={"port": 3000.0})  # for what the launch before writes
+    assert time_us(products_wait, GPU, early=True, idle_us=9.0) == pytest.approx(1.0 + 3.0)
 
 
 def test_an_fp8_product_of_one_token() -> None:
@@ -77,10 +79,31 @@ def test_an_fp8_product_of_one_token() -> None:
     assert launch.ahead == 0.25  # 64 KB of weights of 256 are on their way
 
 
-def test_an_fp8_product_on_blackwell_has_a_cta_for_128_rows() -> None:
+def test_an_fp8_product_on_blackwell_has_the_tiles_of_its_plan() -> None:
+    """wqkv_a: 48 tiles of rows, twice 32 tokens; five stages of four blocks. The instruction reads 128 rows."""
     launch = products.fp8_by_tcgen05("wqkv_a", 64, 1536, 4096, B200)
-    assert launch.ctas == 12 and launch.busiest == (128 + 64) * 4096
-    assert launch.clocks["tensor"] == 32 * 2 * 128 * 64 * 128 / 16384
+    assert launch.ctas == 96 and launch.busiest == (32 + 32) * 4096 and launch.in_flight == 5 * 4 * 64 * 128
+    assert launch.clocks["port"] == 32 * (32 + 32 + 128 + 32 + 16) and bound_by(launch, B200) == "port"
+    assert launch.clocks["scales"] == pytest.approx(8 * (1.3 * (33 + 4 * 24) + 2 * 30 + 2 * 33))
+    assert launch.ahead == 20 / 32 * 32 / 64  # the weights of five stages; no tokens
+    whole = products.fp8_by_tcgen05("wqkv_a", 64, 1536, 4096, B200, fp8_tcgen05_plan.Plan(64))
+    assert whole.ctas == 12 and whole.busiest == (128 + 64) * 4096
+    assert whole.clocks["tensor"] == 32 * 2 * 128 * 64 * 128 / 16384
+    shared = products.fp8_by_tcgen05("wqkv_a", 64, 1536, 4096, B200, sharing=2)
+    assert shared.busiest == (32 + 16) * 4096 and shared.memory == launch.memory
+    assert step.floor_us(whole, B200) == step.floor_us(launch, B200) == launch.memory / B200.memory_bytes_us
+
+
+def test_fp8_products_on_blackwell_have_nearly_the_best_tiles() -> None:
+    """The choice by bytes of a tile, against every plan, for every product of a layer."""
+    for tokens in (1, 16, 32, 64, 96, 128, 256, 1024, 8192):
+        for model, ranks in ((step.FLASH, 1), (step.FLASH, 8), (step.PRO, 1), (step.PRO, 4), (step.PRO, 8)):
+            for name, shape in what_if.products_of(model, ranks).items():
+
+                def us(plan: object, case: tuple = (name, tokens, *shape, B200)) -> float:
+                    return time_us(products.fp8_by_tcgen05(*case, plan), B200)
+
+                assert us(None) <= 1.06 * min(map(us, fp8_tcgen05_plan.plans())), (model.name, ranks, name, tokens)
 
 
 @pytest.mark.parametrize(("rows", "slots"), [(256, "96 slots, pair"), (384, "96 slots")])

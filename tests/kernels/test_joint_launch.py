@@ -184,7 +184,7 @@ def test_every_joint_launch_of_a_step_is_compiled_ahead(monkeypatch: pytest.Monk
                 case_of(name, FLASH_TP4, tokens, "sm90", CPU).jointly()
         for hashed in (False, True):
             listed_choice(tokens, 256, CPU, "sm90", joined=True, hashed=hashed)
-    attention = AttentionShapes((), 16, 512, 64, 128, RowFormat.FP8, torch.bfloat16, CPU)
+    attention = AttentionShapes((), 16, (16,), 512, 64, 128, RowFormat.FP8, torch.bfloat16, CPU)
     model = ModelShapes(
         attention=attention,
         hidden_size=4096,

@@ -116,7 +116,11 @@ def test_under_the_flag_bits_are_the_same_in_every_batch(checkpoint: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "switch"), [(2, "off"), (4, "off"), (4, "on")], ids=["2", "4", "4-shards"])
+@pytest.mark.parametrize(
+    ("ranks", "switch"),
+    [(2, "off"), (4, "off"), (4, "on"), (4, "attention")],
+    ids=["2", "4", "4-shards", "4-shards-attend"],
+)
 def test_ranks_are_deterministic_under_the_flag(checkpoint: Path, tmp_path: Path, ranks: int, switch: str) -> None:
     """Two ranks add in any order with the same result; four do not, and gloo's order depends on a row's index in the
     batch. Chunks have 512 tokens, the threshold of sequence parallelism."""

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import requests
-from serving.pair import Pair, running_pair
+from serving.pair import Pair, Served, running_pair
 from serving.server import (
     READY_TIMEOUT_S,
     SLEEP_ON_IDLE,
@@ -54,12 +54,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 LENGTHS = (1, 2, 40, *(end + by for end in (128, 256, CHUNK, 768, 2 * CHUNK) for by in (-1, 0, 1)))
 """Around the window, a page and the ends of chunks."""
-
-
-class Served(NamedTuple):
-    pair: Pair
-    one: Server
-    kind: str
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import requests
 import torch
-from serving.pair import Pair, running_pair
-from serving.server import Server, flush, output_logprobs, running_server
+from serving.pair import Served, running_pair
+from serving.server import flush, output_logprobs, running_server
 from serving.small_release import FLAGS, SHAPE
 from serving.speculation import drafting_flags
 
@@ -33,12 +33,6 @@ pytestmark = [
 SOCKETS = Path(__file__).resolve().parents[1] / "lib" / "gpu_sockets"
 KINDS = {"plain": (), "EAGLE": drafting_flags("EAGLE"), "DSPARK": drafting_flags("DSPARK")}
 LENGTHS = (1, 40, *(end + by for end in (128, 256, 512, 2048) for by in (-1, 0, 1)), 3000)
-
-
-class Served(NamedTuple):
-    pair: Pair
-    one: Server
-    kind: str
 
 
 @pytest.fixture(scope="module", params=KINDS)

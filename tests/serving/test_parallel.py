@@ -89,8 +89,8 @@ def test_two_nodes_answer_as_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["EAGLE", "DSPARK"])
-def test_drafts_behind_sharded_rows(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(("algorithm", "switch"), [("EAGLE", "on"), ("DSPARK", "on"), ("EAGLE", "attention")])
+def test_drafts_behind_sharded_rows(tmp_path: Path, algorithm: str, switch: str) -> None:
     """Two ranks with sharded rows and without: prompts alone, together, in chunks and after a prefix."""
     shape, drafts, flags = ALGORITHMS[algorithm]
     write_checkpoint(tmp_path / "model", shape)
@@ -107,7 +107,7 @@ def test_drafts_behind_sharded_rows(tmp_path: Path, algorithm: str) -> None:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 return [*alone, *pool.map(lambda prompt: server.generate(prompt, max_new_tokens=12), prompts)]
 
-    sharded, whole = answers("on"), answers("off")
+    sharded, whole = answers(switch), answers("off")
     assert sharded[-1]["meta_info"]["cached_tokens"] > 0
     for one, other in zip(sharded, whole, strict=True):
         assert (one["output_ids"], output_logprobs(one)) == (other["output_ids"], output_logprobs(other))

@@ -216,6 +216,8 @@ def test_what_stages_do_not_do_is_refused(running: Served) -> None:
         refused = requests.post(f"{server.url}/generate", json=body, timeout=60)
         assert refused.status_code == 400 and named in refused.text, refused.text
         assert server.is_alive(), "both stages refuse it"
+    pause = requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=60)
+    assert pause.status_code == 400 and "--pp-size 2" in pause.text, pause.text
     waiting = requests.post(f"{server.url}/flush_cache", params={"timeout": 5}, timeout=60)
     assert waiting.status_code == 400 and "--pp-size above 1" in waiting.text
     assert server.is_alive()

@@ -29,7 +29,7 @@ def sources() -> list[Path]:
     ]
 
 
-@pytest.fixture(params=["SGLANG_DSV4_SEQUENCE_PARALLEL"])
+@pytest.fixture(params=["SGLANG_DSV4_JOINT_LAUNCH"])
 def switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv(request.param, raising=False)
     return request.param

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
-from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES
+from dsv4_kernels.device.tcgen05 import SWIZZLE_ROW_BYTES, TensorMemoryPlan
 
 TILE_ROWS = 128
 """Weight rows of a CTA's product: its share of the M of an instruction, and the lanes of tensor memory."""
@@ -24,6 +24,7 @@ TMEM_COLUMNS = 512
 SCALE_COLUMNS = 4
 ACCUMULATORS = 2
 """Accumulator buffers, which successive work tiles use in turns."""
+MAX_STAGES = 8
 
 
 class Numbers(IntEnum):
@@ -44,9 +45,23 @@ class Product(IntEnum):
     """w2 h of each pair, rounded to bf16."""
 
 
+class Barrier(IntEnum):
+    """First index of each group of mbarriers."""
+
+    WEIGHTS = 0  # [stages] weight tiles and their scales are in shared memory
+    TOKENS = MAX_STAGES  # [stages] activations and their scales are in shared memory; in a pair those of both CTAs, and
+    # the second CTA's weights
+    EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
+    DONE = 3 * MAX_STAGES  # [ACCUMULATORS] a work tile's sums are in the accumulator buffer
+    FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogues of all CTAs have read the accumulator buffer
+    COUNT = FREE + ACCUMULATORS
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(TensorMemoryPlan):
     """Compile-time parameters of the kernel."""
+
+    num_barriers = Barrier.COUNT
 
     product: Product
     tokens: int
@@ -135,16 +150,6 @@ class Plan:
         """Offset of the [Barrier.COUNT] mbarriers."""
         return self.largest_offset + 2 * 4 * CHUNK * 4
 
-    @property
-    def tmem_address_offset(self) -> int:
-        """Offset of the word to which the allocation of tensor memory writes its address."""
-        return self.barriers_offset + 8 * Barrier.COUNT
-
-    @property
-    def smem_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        return self.tmem_address_offset + 16
-
     # Tensor memory: two buffers of accumulators, and the scales of one step.
 
     @property
@@ -158,25 +163,9 @@ class Plan:
         return ACCUMULATORS * self.accumulator_columns
 
     @property
-    def tmem_columns(self) -> int:
-        """Allocated columns, a power of two."""
-        used = self.scales_column + (self.matrices + 1) * self.scale_tiles * SCALE_COLUMNS
-        return 1 << max(used - 1, 31).bit_length()
-
-
-MAX_STAGES = 8
-
-
-class Barrier(IntEnum):
-    """First index of each group of mbarriers."""
-
-    WEIGHTS = 0  # [stages] weight tiles and their scales are in shared memory
-    TOKENS = MAX_STAGES  # [stages] activations and their scales are in shared memory; in a pair those of both CTAs, and
-    # the second CTA's weights
-    EMPTY = 2 * MAX_STAGES  # [stages] the products of the stage are done
-    DONE = 3 * MAX_STAGES  # [ACCUMULATORS] a work tile's sums are in the accumulator buffer
-    FREE = DONE + ACCUMULATORS  # [ACCUMULATORS] the epilogues of all CTAs have read the accumulator buffer
-    COUNT = FREE + ACCUMULATORS
+    def used_columns(self) -> int:
+        """Columns of accumulators and scales."""
+        return self.scales_column + (self.matrices + 1) * self.scale_tiles * SCALE_COLUMNS
 
 
 class NamedBarrier(IntEnum):

@@ -203,8 +203,8 @@ def gather(
     stride: Int32,
     end: Int32,
 ) -> None:
-    """One warp issues all copies: one lane those of weights, every lane 16 bytes of each fourth slot, and a slot's
-    scale."""
+    """One warp issues all copies of a stage: one lane copies the weights, every lane 16 bytes of each fourth slot and a
+    slot's scale."""
     unit, sources = lane % (STEP // 16), cute.make_rmem_tensor((plan.shape.slots // SLOTS_AT_ONCE,), Int32)
     stage = first_to_fill()
     for index in cutlass.range(first, end, stride, unroll=1):

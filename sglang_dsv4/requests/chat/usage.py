@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.seam.hooks import MESSAGE, MESSAGE_DELTA
 from sglang_dsv4.seam.install import set_attribute
 from sglang_dsv4.seam.live import serves_deepseek_v4
+from sglang_dsv4.seam.rows.clients import MESSAGE, MESSAGE_DELTA
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.anthropic.protocol import AnthropicUsage

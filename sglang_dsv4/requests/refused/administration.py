@@ -10,6 +10,7 @@ call                    its later effect                                        
 `/slow_down`            sleeps before each forward                                           :func:`check`
 `/set_internal_state`   limits the requests of a batch                                       :func:`check`
 `/configure_logging`    logs or writes each request, in the process that answers clients     :func:`check_logging`
+`/pause_generation`     stops the loop, but not the loop of a pipeline's stages              :func:`check_pause`
 ======================  ===================================================================  =========================
 
 A profile can still fail later, when the disk is full. Then its state is dropped, and the server goes on
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_dsv4.seam.live import live_parts, serves_deepseek_v4
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import ConfigureLoggingReq, ProfileReq, ProfileReqOutput
+    from sglang.srt.managers.io_struct import ConfigureLoggingReq, PauseGenerationReqInput, ProfileReq, ProfileReqOutput
     from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -61,6 +62,20 @@ def check(request: object) -> None:
         size = request.server_args.get("pp_max_micro_batch_size", 1)
         if type(size) is not int:
             raise ValueError(f"pp_max_micro_batch_size must be a whole number, got {size!r}.")
+
+
+def check_pause(manager: TokenizerManager, request: PauseGenerationReqInput) -> None:
+    """Refuse a pause that the stages of a pipeline would not make; runs before ``TokenizerManager.pause_generation``.
+
+    SGLang's loop for stages does not look whether it is paused: it would compute on after the answer that it has
+    stopped. The mode `abort` ends all requests without the loop's help.
+
+    Raises:
+        ValueError: names the mode, and what to do.
+    """
+    stages = manager.server_args.pp_size
+    if serves_deepseek_v4() and stages > 1 and request.mode != "abort":
+        raise ValueError(f"mode {request.mode!r} is not supported with --pp-size {stages}: pause with mode 'abort'.")
 
 
 def check_logging(manager: TokenizerManager, request: ConfigureLoggingReq) -> None:

@@ -38,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang_dsv4.seam.hooks import LOG_SOFTMAX
 from sglang_dsv4.seam.install import set_attribute
 from sglang_dsv4.seam.live import live_parts
+from sglang_dsv4.seam.rows.sampling import LOG_SOFTMAX
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampler import Sampler

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_dsv4 import env
 from sglang_dsv4.requests.tool_calls.dsml import MARK, MARKER, Reader
 from sglang_dsv4.seam import live
-from sglang_dsv4.seam.hooks import PROCESSOR
 from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.rows.clients import PROCESSOR
 
 if TYPE_CHECKING:
     from prometheus_client import Counter

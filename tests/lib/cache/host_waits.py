@@ -48,6 +48,7 @@ class NoWaiting(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             assert not any(isinstance(p, Tensor) and p.dtype == torch.bool for p in places), "indexing by a mask"
+            assert not any(isinstance(p, OnDevice) and p.ndim == 0 for p in places), "an index on the device is read"
         if name == "to" and any(device in ("cpu", torch.device("cpu")) for device in (*args[1:], *kwargs.values())):
             raise AssertionError("to('cpu') waits")
         if name == "copy_" and isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice):

@@ -95,12 +95,34 @@ def few_heads() -> str:
     return markdown(("tokens", *map(whole, tokens)), rows)
 
 
-def narrow_tiles() -> str:
-    """FP8 products of 64 tokens on a B200: today and with narrow tiles."""
-    rows = load("step_model")["what_if"]["narrow_tiles"]
+def tiles_of_products(tokens: int = 64) -> str:
+    """FP8 products of V4-Flash on one of four B200s: the chosen work tiles and those of 128 rows."""
+    cases = load("step_model")["what_if"]["tiles_of_products"]
+    rows = []
+    for case in cases:
+        if (case["model"], case["gpus"], case["tokens"]) == ("flash", 4, tokens):
+            times = (f"{case[key]:.1f}" for key in ("us", "of_128_rows_us"))
+            rows.append((case["product"], f"{case['rows']} x {case['tile_tokens']}", str(case["ctas"]), *times))
+    heads = ("", "rows x tokens", "CTAs", "us", "with tiles of 128 rows and all tokens")
+    return markdown(heads, rows)
+
+
+def own_rows() -> str:
+    """A prefill chunk with rows sharded over the ranks, by GPUs and context."""
+    rows = load("step_model")["what_if"]["own_rows"]
     return markdown(
-        ("", "CTAs", "us", "with tiles of 32 rows"),
-        ((row["product"], str(row["ctas"]), f"{row['us']:.1f}", f"{row['narrow_us']:.1f}") for row in rows),
+        ("chunk that ends at", "GPUs", "`off`, ms", "`on`", "`attention`", "`off` / `attention`"),
+        (
+            (
+                f"{row['context']:,}",
+                f"{row['ranks']} x {row['gpu']}",
+                f"{row['off_ms']:.0f}",
+                f"{row['on_ms']:.0f}",
+                f"{row['attention_ms']:.0f}",
+                f"{row['off_ms'] / row['attention_ms']:.2f}",
+            )
+            for row in rows
+        ),
     )
 
 

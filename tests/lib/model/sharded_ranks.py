@@ -7,6 +7,7 @@ as JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -25,6 +26,7 @@ from torch import Tensor
 from dsv4_kernels import registry
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.layers import rank_sum, sequence_parallel
+from sglang_dsv4.layers.all_heads import AllHeads
 from sglang_dsv4.layers.sequence_parallel import ALL_ROWS, RowShards
 from sglang_dsv4.models import deepseek_v4
 from sglang_dsv4.models.deepseek_v4 import mean_of_streams
@@ -127,9 +129,10 @@ class Compared:
             return chosen[-1]
 
         of_forward = sequence_parallel.of_forward
-        with mock.patch.multiple(sequence_parallel, of_forward=counted, FEWEST_TOKENS=1, is_on=lambda: True):
+        with mock.patch.multiple(sequence_parallel, of_forward=counted, FEWEST_TOKENS=1):
             sharded = forwards()
-        return sharded, forwards(), sum(not rows.is_whole for rows in chosen)
+        with mock.patch.object(sequence_parallel, "is_on", lambda: False):
+            return sharded, forwards(), sum(not rows.is_whole for rows in chosen)
 
     def check(self, name: str, forwards: Callable[[], list[Tensor]], num_sharded: int) -> None:
         sharded, whole, count = self.both(forwards)
@@ -161,8 +164,11 @@ class Compared:
         return self.harness.run_many(prompts, 67, [280, 125, 250, 24], [0, 1, 0, 3])
 
 
-def model(rank: int, ranks: int, port: int, folder: str, dtype: str, algorithm: str, flag: str) -> dict[str, bool]:
+def model(
+    rank: int, ranks: int, port: int, folder: str, dtype: str, algorithm: str, flag: str, switch: str
+) -> dict[str, bool]:
     """Compare a whole model in the harness."""
+    os.environ[sequence_parallel.VARIABLE] = switch
     drafts = {"EAGLE": SPECULATION, "DSPARK": {"speculative_algorithm": "DSPARK"}}[algorithm]
     options = {"enable_deterministic_inference": True} if flag == "flag" else {}
     harness = Harness(Path(folder), dtype, None, 4096, rank=rank, port=port, tp_size=ranks, **drafts, **options)
@@ -223,8 +229,32 @@ def plant_mistakes(compared: Compared) -> None:
         width = compared.harness.model.model.hc_mult * compared.harness.hf_config["hidden_size"]
         fault = of_one_rank(lambda x: x.shape[-1] == width)
         compared.plant("streams of one rank", mock.patch.object(cls, "gather", fault))
+    if layers := [module for module in compared.harness.model.modules() if isinstance(module, AllHeads)]:
+        return plant_mistakes_of_attention(compared, layers)
     one = of_one_rank(lambda x: x.dtype == torch.int32)
     compared.plant("what one rank chose", mock.patch.object(cls, "gather", one))
+
+
+def plant_mistakes_of_attention(compared: Compared, layers: list[AllHeads]) -> None:
+    """Plant mistakes in the attention of a rank's own rows with all heads."""
+    backend, attend, multiply = compared.harness.backend, compared.harness.backend.attend, AllHeads._multiply
+    compared.plant(
+        "the first rows' windows and entries",
+        mock.patch.object(backend, "attend", lambda *a: attend(*a[:6], slice(0, len(a[1])))),
+    )
+    compared.plant("sinks of other heads", *(mock.patch.object(m, "sink", m.sink.flip(0)) for m in layers))
+    compared.plant(
+        "one rank's wo_b for all parts",
+        mock.patch.object(AllHeads, "_multiply", lambda m, name, x, index, count: multiply(m, name, x, 0, count)),
+    )
+    compared.plant(
+        "own heads' queries for all heads", *(mock.patch.object(m, "queries", _first_heads(m)) for m in layers)
+    )
+
+
+def _first_heads(layer: AllHeads) -> Callable[[Tensor], Tensor]:
+    queries = layer.queries
+    return lambda latent: torch.cat([queries(latent).chunk(layer.ranks, -1)[0]] * layer.ranks, -1)
 
 
 def _padded_in_front(rows: Tensor, size: int) -> Tensor:

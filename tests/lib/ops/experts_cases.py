@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,16 @@ from dsv4_kernels.moe import Mxfp4Experts, Nvfp4Experts
 from dsv4_kernels.number_formats import quantise_fp4_weight, quantise_nvfp4_weight
 
 LIMIT = 10.0
+D, CHANNELS, EXPERTS, CHOSEN = 256, 512, 4, 2
+LAYER = SimpleNamespace(
+    hidden_size=D,
+    moe_intermediate_size=CHANNELS,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=CHOSEN,
+    swiglu_limit=LIMIT,
+    nvfp4_experts=False,
+)
+"""The configuration of a small layer of packed experts."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 from lib.prefix_replay import PAGE, Running, tail_engine
-from prefix.checked_engine import CheckedEngine
+from prefix.checked_engine import CheckedEngine, some
 from prefix.waiting import WithStorage
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from dsv4_radix_cache.slots import Holder
 from sglang_dsv4.cache.host_records import CopyTotals
 from sglang_dsv4.cache.page_copies import PageCopies
 from sglang_dsv4.cache.record_files import Fault
+from sglang_dsv4.pipeline.votes import Votes
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
 from sglang_dsv4.prefix.prefix_cache import Dsv4PrefixCache
 from sglang_dsv4.prefix.request_state import TAIL
@@ -32,6 +33,8 @@ from sglang_dsv4.prefix.storage_tier import PrefetchOptions, StorageTier
 from sglang_dsv4.prefix.tail_nodes import TailNodes
 
 BYTES = 16
+PROMPT = some(random.Random(1), 5 * PAGE + 100)
+OTHERS = [some(random.Random(10 + i), 6 * PAGE) for i in range(6)]
 
 
 def name_of(tokens: Sequence[int]) -> bytes:
@@ -126,6 +129,7 @@ class TieredEngine(WithStorage, CheckedEngine):
         device_slots: int = 8,
         host_slots: int = 40,
         options: PrefetchOptions | None = None,
+        votes: Votes | None = None,
         **how: int,
     ) -> TieredEngine:
         memory = SimpleNamespace(
@@ -137,7 +141,8 @@ class TieredEngine(WithStorage, CheckedEngine):
 
         def storage_of(cache: Dsv4PrefixCache) -> StorageTier:
             chosen = options or PrefetchOptions()
-            return StorageTier(lambda: backend, cache.host, cache.nodes, cache.ledger, memory, options=chosen)
+            parts = cache.host, cache.nodes, cache.ledger, memory
+            return StorageTier(lambda: backend, *parts, options=chosen, votes=votes)
 
         plain = tail_engine(
             full_tokens=pages * PAGE,
@@ -251,3 +256,10 @@ def admit(engine: TieredEngine, prompt: Sequence[int]) -> Running:
     """Let a request arrive, wait for the storage backend, and be admitted."""
     engine.arrive(prompt)
     return engine.admit(prompt)
+
+
+def push_out(engine: TieredEngine) -> None:
+    """Run other requests until they have used every page of the device."""
+    for other in OTHERS[:3]:
+        engine.run(other, [7])
+        engine.check()

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 from serving.server import SLEEP_ON_IDLE, Server, free_port, running_server
@@ -53,6 +53,14 @@ class Pair:
         body |= {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
         at_prefill = self.answers.submit(requests.post, f"{self.prefill.url}/generate", json=body, timeout=300)
         return requests.post(f"{self.decode.url}/generate", json=body, timeout=300), at_prefill
+
+
+class Served(NamedTuple):
+    """A prefill and a decode server, and one server with the same flags, whose answers they must give."""
+
+    pair: Pair
+    one: Server
+    kind: str
 
 
 def words_of(side: str, bootstrap_port: int) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
     PYTHONPATH=tests/lib python -m serving.pd_trace [--requests 5000] [--seed 1] [--kills 6] [--minutes M]
         [--out FILE.json] [-- flags of all servers]
 
-One server answers every case alone first. In the trace each answer must have its bits: tokens and log-probabilities;
-what an aborted request has answered must be a beginning of them. In the end both servers must be idle and hold nothing:
-rooms, request slots, pages, rows of metadata. Needs `sglang-router` (the version of `cpu.quickstart_pd.ROUTER`).
+One server answers every case first, outside the trace. In the trace each answer must have the same bits, tokens and
+log-probabilities; an aborted request's answer must be a beginning of it. In the end both servers must be idle and hold
+nothing: rooms, request slots, pages, rows of metadata. Needs `sglang-router`, in the version of
+`cpu.quickstart_pd.ROUTER`.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ class Trace:
         for part in range(kills + 1):
             if time.monotonic() > deadline:
                 break
-            last = part == kills
+            last, side = part == kills, ("prefill", "decode")[part % 2]
             requests_of_part = [
                 self._draw(f"{part}-{i}") for i in range(count - per_part * kills if last else per_part)
             ]
@@ -262,7 +263,7 @@ class Trace:
                     while sum(one.done() for one in begun) < len(begun) - 2 * AT_ONCE:
                         time.sleep(0.1)
                     self._deaths, self._one_is_dead = self._deaths + 1, True
-                    self._sides.kill(side := ("prefill", "decode")[part % 2])
+                    self._sides.kill(side)
             for one in begun:
                 one.result()
             if not last:
@@ -345,8 +346,9 @@ class Trace:
                     answer = so_far
                     if time.monotonic() > deadline:
                         break
-        except requests.RequestException:  # nothing has come before the deadline
-            pass
+        except (requests.RequestException, ValueError, KeyError) as error:
+            if time.monotonic() < deadline:  # else nothing has come before it
+                return self._failed("client left", name, deaths, repr(error)[:300])
         if answer is None:
             return self.report.add("client left before a token")
         self._compare("client left", case, name, answer, whole=False)

@@ -59,7 +59,7 @@ def multiplies(calls: list[dict[str, Any]]) -> fp8_linear.FewTokensProduct:
         return "SGLang's"
 
     product = fp8_linear.FewTokensProduct(many)
-    product.takes_few = True
+    product.takes_few[torch.Size((N, K))] = True
     return product
 
 

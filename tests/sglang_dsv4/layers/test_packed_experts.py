@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.experts_cases import LIMIT
+from ops.experts_cases import CHANNELS, CHOSEN, EXPERTS, LAYER, LIMIT, D
 from ops.experts_cases import packed_experts as random_experts
 from ops.number_formats import same_bits
 from torch import Tensor, nn
@@ -31,16 +31,6 @@ from sglang_dsv4.weights.updates.host_part import Part
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-D, CHANNELS, EXPERTS, CHOSEN = 256, 512, 4, 2
-CONFIG = SimpleNamespace(
-    hidden_size=D,
-    moe_intermediate_size=CHANNELS,
-    n_routed_experts=EXPERTS,
-    num_experts_per_tok=CHOSEN,
-    swiglu_limit=LIMIT,
-    nvfp4_experts=False,
-)
-
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +45,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedExperts]:
     def build(tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0) -> PackedExperts:
         parallel = SimpleNamespace(moe_tp_size=tp_size, moe_tp_rank=tp_rank, moe_ep_size=ep_size, moe_ep_rank=ep_rank)
         monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
-        layer = PackedExperts(CONFIG, "model.layers.0.ffn.experts")
+        layer = PackedExperts(LAYER, "model.layers.0.ffn.experts")
         load(layer)
         return layer
 
@@ -221,7 +211,7 @@ def test_dummy_weights_say_something_and_are_the_same_at_every_start(
     from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
     rank()  # sets the sizes of the ranks; the loaded module itself is not used
-    layers = [PackedExperts(CONFIG, "experts") for _ in range(2)]
+    layers = [PackedExperts(LAYER, "experts") for _ in range(2)]
     for layer in layers:
         initialize_dummy_weights(layer)
     for name, parameter in layers[0].named_parameters():
@@ -297,7 +287,7 @@ def test_what_it_does_not_serve_is_named(
     parallel = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1, moe_ep_rank=0)
     monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
     with pytest.raises(ConfigError, match=message):
-        packed_experts_of(SimpleNamespace(**(vars(CONFIG) | change)), "experts")
+        packed_experts_of(SimpleNamespace(**(vars(LAYER) | change)), "experts")
 
 
 def test_another_gpu_gets_sglang_s_runner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.experts_cases import LIMIT, emulated_on, packed_nvfp4_experts
+from ops.experts_cases import CHANNELS, CHOSEN, EXPERTS, LAYER, LIMIT, D, emulated_on, packed_nvfp4_experts
 from ops.experts_cases import packed_experts as random_experts
 from ops.number_formats import same_bits
 from torch import Tensor
@@ -30,15 +30,6 @@ from sglang_dsv4.weights.updates.session import reason_against
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-D, CHANNELS, EXPERTS, CHOSEN = 256, 512, 4, 2
-CONFIG = SimpleNamespace(
-    hidden_size=D,
-    moe_intermediate_size=CHANNELS,
-    n_routed_experts=EXPERTS,
-    num_experts_per_tok=CHOSEN,
-    swiglu_limit=LIMIT,
-    nvfp4_experts=False,
-)
 SHARDS = {"w3": ("w13", slice(CHANNELS, None)), "w2": ("w2", slice(None)), "w1": ("w13", slice(0, CHANNELS))}
 
 
@@ -56,7 +47,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedExperts]:
     def build(nvfp4: bool, prefix: str = "model.layers.0.ffn.experts", **ranks: int) -> PackedExperts:
         parallel = SimpleNamespace(**{"moe_tp_size": 1, "moe_tp_rank": 0, "moe_ep_size": 1, "moe_ep_rank": 0} | ranks)
         monkeypatch.setattr(local_experts, "get_parallel", lambda: parallel)
-        layer = packed_experts_of(SimpleNamespace(**vars(CONFIG) | {"nvfp4_experts": nvfp4}), prefix)
+        layer = packed_experts_of(SimpleNamespace(**vars(LAYER) | {"nvfp4_experts": nvfp4}), prefix)
         load(layer)
         return layer
 
@@ -166,12 +157,12 @@ def test_formats_and_what_they_refuse(rank: Callable[..., PackedExperts], monkey
     """A draft keeps the release's format; NVFP4 needs multiples of 256 and takes weights from files only."""
     main, draft = rank(True), rank(False, "model.decoder.ffn.experts")
     assert type(main) is Nvfp4PackedExperts and type(draft) is PackedExperts
-    of_nvfp4 = SimpleNamespace(**vars(CONFIG) | {"nvfp4_experts": True})
+    of_nvfp4 = SimpleNamespace(**vars(LAYER) | {"nvfp4_experts": True})
     assert type(packed_experts_of(of_nvfp4, "stages.0.decoder.ffn.experts")) is PackedExperts
     model = torch.nn.ModuleDict({"experts": main})
     assert "experts has NVFP4 experts" in reason_against(model)
     assert reason_against(torch.nn.ModuleDict({"experts": draft})) is None
-    odd = SimpleNamespace(**vars(CONFIG) | {"nvfp4_experts": True, "moe_intermediate_size": 384})
+    odd = SimpleNamespace(**vars(LAYER) | {"nvfp4_experts": True, "moe_intermediate_size": 384})
     with pytest.raises(ConfigError, match="384 intermediate channels of a rank must be multiples of 256"):
         packed_experts_of(odd, "experts")
     damaged = draft.w2_weight_scale_inv.data.view(torch.uint8)

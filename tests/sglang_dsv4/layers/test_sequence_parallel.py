@@ -58,18 +58,21 @@ def test_rows_and_sums(ranks: int) -> None:
 
 @pytest.mark.slow  # ranks are processes
 @pytest.mark.parametrize(
-    ("ranks", "preset", "dtype", "algorithm", "flag"),
+    ("switch", "ranks", "preset", "dtype", "algorithm", "flag"),
     [
-        pytest.param(2, "tiny", "bfloat16", "EAGLE", "none", id="2-mtp"),
-        pytest.param(2, "flash-0731", "float32", "DSPARK", "flag", id="2-dspark-flag"),
-        pytest.param(4, "tiny", "float32", "EAGLE", "flag", id="4-mtp-flag"),
+        pytest.param("on", 2, "tiny", "bfloat16", "EAGLE", "none", id="2-mtp"),
+        pytest.param("on", 2, "flash-0731", "float32", "DSPARK", "flag", id="2-dspark-flag"),
+        pytest.param("on", 4, "tiny", "float32", "EAGLE", "flag", id="4-mtp-flag"),
+        pytest.param("attention", 2, "tiny", "bfloat16", "EAGLE", "none", id="attention-2-mtp"),
+        pytest.param("attention", 2, "flash-0731", "float32", "DSPARK", "flag", id="attention-2-dspark-flag"),
+        pytest.param("attention", 4, "tiny", "float32", "EAGLE", "flag", id="attention-4-mtp-flag"),
     ],
 )
-def test_models(ranks: int, preset: str, dtype: str, algorithm: str, flag: str, tmp_path: Path) -> None:
+def test_models(switch: str, ranks: int, preset: str, dtype: str, algorithm: str, flag: str, tmp_path: Path) -> None:
     """Prompts, chunks, batches, then decode and verify steps; a draft's inputs; planted mistakes, which must fail."""
     groups = {"o_groups": 4, "moe_intermediate_size": 512} if ranks == 4 else {}
     write_checkpoint(tmp_path / "model", dataclasses.replace(PRESETS[preset], index_topk=16, **groups))
-    in_ranks("model", ranks, tmp_path / "model", dtype, algorithm, flag)
+    in_ranks("model", ranks, tmp_path / "model", dtype, algorithm, flag, switch)
 
 
 @pytest.fixture
@@ -98,14 +101,14 @@ def test_forwards_that_cuda_graphs_capture_are_not_sharded(second_of_two: None) 
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("on", True), ("off", False), (None, False)):
+    for value, expected in (("on", True), ("attention", True), ("off", False), (None, False)):
         if value is None:
             monkeypatch.delenv(sequence_parallel.VARIABLE)
         else:
             monkeypatch.setenv(sequence_parallel.VARIABLE, value)
         assert sequence_parallel.is_on.__wrapped__() is expected
     monkeypatch.setenv(sequence_parallel.VARIABLE, "2")
-    with pytest.raises(ValueError, match="SGLANG_DSV4_SEQUENCE_PARALLEL must be 'on' or 'off'"):
+    with pytest.raises(ValueError, match="SGLANG_DSV4_SEQUENCE_PARALLEL must be 'on' or 'off' or 'attention'"):
         sequence_parallel.is_on.__wrapped__()
 
 

@@ -297,6 +297,8 @@ BETWEEN_STAGES = {
     "pp_async_batch_depth": 1,
     "enable_dynamic_chunking": True,
     "enable_memory_saver": True,
+    "scheduler_recv_interval": 2,
+    "enable_prefill_delayer": True,
     "enable_return_hidden_states": True,
 }
 

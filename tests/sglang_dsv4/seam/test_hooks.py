@@ -14,6 +14,7 @@ import pytest
 
 from sglang_dsv4.seam import hook_kinds, hooks, install
 from sglang_dsv4.seam.hooks import HOOKS, SELF_CHECK, Hook, Kind, Process
+from sglang_dsv4.seam.rows import cpu, sampling
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "sglang_dsv4"
@@ -130,7 +131,7 @@ def test_a_target_whose_module_needs_a_missing_package_is_left_out(
 
 def test_an_attribute_is_set_by_its_row_and_by_no_other() -> None:
     owner = SimpleNamespace(enable_deterministic=False, other=1)
-    install.set_attribute(owner, hooks.LOG_SOFTMAX)
+    install.set_attribute(owner, sampling.LOG_SOFTMAX)
     assert owner.enable_deterministic is True
     with pytest.raises(ValueError):
         install.set_attribute(owner, "other")
@@ -143,7 +144,7 @@ def test_an_attribute_can_be_set_for_a_while() -> None:
         return SimpleNamespace(device="cpu", tp_size=2)
 
     owner = SimpleNamespace(resolving_view=view)
-    with pytest.raises(ZeroDivisionError), install.attribute_set(owner, hooks.RESOLVING_VIEW):
+    with pytest.raises(ZeroDivisionError), install.attribute_set(owner, cpu.RESOLVING_VIEW):
         seen = owner.resolving_view(None)
         assert (seen.device, seen.tp_size) == ("cuda", 2)
         raise ZeroDivisionError

@@ -116,6 +116,19 @@ def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     assert compiled() == whole | own and not own & whole
 
 
+def test_attention_of_own_rows_is_called_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefills of few tokens have the heads of a rank, sharded ones of all ranks; a draft's are not sharded."""
+    own = 16
+    monkeypatch.setattr(model_shapes.sequence_parallel, "shards_attention", lambda: True)
+    shapes = model_shapes.model_shapes(config(), GEOMETRY, own, CPU).attention
+    draft = replace(GEOMETRY, ratios=(0,))
+    assert model_shapes.model_shapes(config(), draft, own, CPU).attention.prefill_heads == (own,)
+    for split_keys in attention_calls.splits():
+        found = {call.heads for call in attention_calls.calls(shapes, "sm90", shapes.layers[0], split_keys)}
+        is_prefill = split_keys == attention_calls.splits()[-1]
+        assert found == ({own, config().num_attention_heads} if is_prefill else {own})
+
+
 def test_kernels_of_groups_of_ranks_are_compiled(hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any number are gathered before the experts, and quantised after that."""
     from dsv4_kernels.hyper_connection import gpu as hyper_connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import (
     ConfigureLoggingReq,
+    PauseGenerationReqInput,
     ProfileReq,
     ProfileReqType,
     SetInternalStateReq,
     SlowDownReqInput,
 )
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import profiler_manager
 from sglang.srt.managers.scheduler_components.profiler_manager import SchedulerProfilerManager
+from sglang.srt.managers.scheduler_pp_mixin import SchedulerPPMixin
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_dsv4.requests.failures import GuardedRequests
@@ -186,3 +190,19 @@ def test_other_logging_is_set(tmp_path: Path) -> None:
     administration.check_logging(manager, request)  # type: ignore[arg-type]
     TokenizerManager.configure_logging(manager, request)
     assert seen and manager.dump_requests_folder == str(tmp_path) and logging.getLogger().level == level
+
+
+@pytest.mark.parametrize(("mode", "stages"), [("in_place", 2), ("retract", 2), ("abort", 2), ("in_place", 1)])
+def test_stages_that_would_not_pause_say_so(mode: str, stages: int) -> None:
+    """SGLang's loop for stages does not know the flag that a pause sets."""
+    loop = inspect.getsource(inspect.unwrap(SchedulerPPMixin.event_loop_pp))
+    assert "_engine_paused" not in loop and "_engine_paused" in inspect.getsource(
+        inspect.unwrap(Scheduler.event_loop_normal)
+    )
+    manager = SimpleNamespace(server_args=SimpleNamespace(pp_size=stages))
+    request = PauseGenerationReqInput(mode=mode)
+    if stages == 1 or mode == "abort":
+        administration.check_pause(manager, request)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ValueError, match=f"mode '{mode}' is not supported with --pp-size 2: pause with mode 'abort'"):
+        administration.check_pause(manager, request)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dsv4.seam.hook_kinds import Hook, Kind, Process
+from sglang_dsv4.seam.hook_kinds import ASKS_PLATFORM, NOT_FINITE, REQUESTS, SCHEDULER, Hook, Kind, Process
 
 HOST_INDICES = "supports_host_tensor_indices"
 CARRIES_REASON = "kv_status_msg_carries_reason"
@@ -39,40 +39,40 @@ DISAGGREGATION = (
          "a reused prefix is not sent while copies from host memory write it",
          "SGLang asks the prefix cache whether copies are pending"),
     Hook(f"{_SGLANG}.common.conn.CommonKVSender.abort", Kind.AROUND, Process.SCHEDULER,
-         f"{_OURS}.prefill_side:tell_decode",
+         f"{_OURS}.rooms:tell_decode",
          "a request that the prefill server gives up ends on the decode server, too, and not after minutes",
          "SGLang tells the decode server"),
     # Not around the class's method: plugins are loaded before a launcher names the folder of its metrics. A launcher
     # that has imported the scheduler would import Mooncake's module, and prometheus_client without that folder.
     Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVManager.{HANDLES_ABORTS}", Kind.ATTRIBUTE, Process.SCHEDULER,
-         f"{_OURS}.prefill_side:hear_decode",
+         f"{_OURS}.rooms:hear_decode",
          "a request that ends on one server before the other knows of it ends there, too, and not after minutes "
-         "(`disaggregation.prefill_side.hear_under_lock`)", "SGLang remembers rooms that have ended"),
+         "(`disaggregation.rooms.hear_under_lock`)", "SGLang remembers rooms that have ended"),
     Hook(f"{_SGLANG}.common.conn.CommonKVManager._make_worker_recv", Kind.AROUND, Process.SCHEDULER,
-         f"{_OURS}.prefill_side:hear_under_lock", "no room ends while a decode server's message about it is handled",
+         f"{_OURS}.rooms:hear_under_lock", "no room ends while a decode server's message about it is handled",
          "SGLang's scheduler and its thread share a lock"),
     Hook(f"{_SGLANG}.common.conn.CommonKVSender.__init__", Kind.AROUND, Process.SCHEDULER,
-         f"{_OURS}.prefill_side:open_room", "the same, where the decode server has aborted first",
+         f"{_OURS}.rooms:open_room", "the same, where the decode server has aborted first",
          "SGLang remembers rooms that have ended"),
     Hook(f"{_SGLANG}.common.conn.CommonKVSender.clear", Kind.AROUND, Process.SCHEDULER,
-         f"{_OURS}.prefill_side:end_room", "rooms that have ended by a timeout are remembered, too",
+         f"{_OURS}.rooms:end_room", "rooms that have ended by a timeout are remembered, too",
          "SGLang remembers rooms that have ended"),
     *(
         Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin.{name}", Kind.AFTER, Process.SCHEDULER,
-             f"{_OURS}.prefill_side:forget_aborted", "the rooms of aborted requests are forgotten",
+             f"{_OURS}.rooms:forget_aborted", "the rooms of aborted requests are forgotten",
              "SGLang clears their senders")
         for name in ("_retire_aborted_prefill_result", "release_aborted_prefill_waiting_req")
     ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.process_pending_chunked_abort", Kind.AROUND, Process.SCHEDULER,
-         f"{_OURS}.prefill_side:forget_aborted_chunks", "the same for a request between two chunks",
+    Hook(f"{SCHEDULER}.process_pending_chunked_abort", Kind.AROUND, Process.SCHEDULER,
+         f"{_OURS}.rooms:forget_aborted_chunks", "the same for a request between two chunks",
          "SGLang clears its sender"),
     Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin._retire_aborted_prefill_result", Kind.BEFORE,
-         Process.SCHEDULER, f"{_OURS}.prefill_side:give_reason",
+         Process.SCHEDULER, f"{_OURS}.rooms:give_reason",
          "the decode server, which answers the client, knows why its request ended", "SGLang sends the reason"),
     Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill", Kind.BEFORE,
-         Process.SCHEDULER, "sglang_dsv4.requests.not_finite:end_requests",
+         Process.SCHEDULER, f"{REQUESTS}.not_finite:end_requests",
          "requests whose first logits are not finite end with a reason",
-         "SGLang ends a request whose logits are not finite, with a reason"),
+         NOT_FINITE),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.forward", Kind.AFTER, Process.SCHEDULER,
          f"{_OURS}.prefill_side:pack_pages", "HCA pages in the FP8 format travel packed", _POOLS),
     Hook(f"{_SGLANG}.common.conn.CommonKVManager.{CARRIES_REASON}", Kind.ATTRIBUTE, Process.SCHEDULER,
@@ -94,5 +94,5 @@ DISAGGREGATION = (
     Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVSender.{HOST_INDICES}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_ENGINE}:stays_on_host",
          "page numbers are on the host; SGLang would pin memory (`cpu.transfer_engine.prepare`)",
-         "SGLang asks the platform first", only_cpu=True),
+         ASKS_PLATFORM, only_cpu=True),
 )  # fmt: skip

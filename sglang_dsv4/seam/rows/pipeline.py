@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from sglang_dsv4.seam.hook_kinds import Hook, Kind, Process
+from sglang_dsv4.seam.hook_kinds import SCHEDULER, Hook, Kind, Process
 
 _MIXIN = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
 _OURS = "sglang_dsv4.pipeline"
 _MARKS = "SGLang's stages exchange what a plugin adds to a forward's result"
 
 PIPELINE = (
-    Hook("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run", Kind.AFTER, Process.SCHEDULER,
+    Hook(f"{SCHEDULER}.get_next_batch_to_run", Kind.AFTER, Process.SCHEDULER,
          f"{_OURS}.plans:compare", "a stage that decides otherwise than the one before ends the server, and is named",
          "SGLang compares the plans of its stages"),
     Hook(f"{_MIXIN}._pp_prepare_tensor_dict", Kind.AFTER, Process.SCHEDULER, f"{_OURS}.marks:send_marks",
          "rows whose logits are not finite end their requests on all stages", _MARKS),
     Hook(f"{_MIXIN}._pp_prep_batch_result", Kind.AFTER, Process.SCHEDULER, f"{_OURS}.marks:receive_marks",
          "rows whose logits are not finite end their requests on all stages", _MARKS),
-    Hook("sglang.srt.managers.scheduler.Scheduler.run_event_loop", Kind.AROUND, Process.SCHEDULER,
+    Hook(f"{SCHEDULER}.run_event_loop", Kind.AROUND, Process.SCHEDULER,
          "sglang_dsv4.seam.lost_rank:explain", "the log says that another rank has ended, and what to do",
          "SGLang's error names the rank that it has lost"),
 )  # fmt: skip
