@@ -103,6 +103,7 @@ def document() -> dict[str, object]:
             "few_heads": what_if.few_heads(),
             "tiles_of_products": what_if.tiles_of_products(),
             "own_rows": own_rows.table(),
+            "boundaries": what_if.boundaries(),
         },
     }
 

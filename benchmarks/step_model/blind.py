@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from lib.experts_inputs import Model
 
+from dsv4_kernels.hyper_connection.plan import PRE_ROWS, Plan
 from dsv4_kernels.moe.sm90.plan import FEW
 from step_model import attention, experts, index, products, rows
 from step_model.hardware import H200
@@ -24,6 +25,14 @@ def _launches() -> Iterator[tuple[str, list[Launch], bool]]:
     yield "bench_experts: flash-tp4-uniform-t1, ours_by_few_codes", calls, True
     for tokens in (256, 1024, 8192):
         yield f"bench_hyper_connection: boundary of {tokens} tokens", [rows.boundary("", tokens, 4096, H200)], True
+    wide = Plan(4, 4096, PRE_ROWS, True, one_cta=True)
+    for tokens in (32, 60):
+        launches = [rows.boundary("", tokens, 4096, H200, wide)]
+        yield (
+            f"bench_hyper_connection: boundary of {tokens} tokens, groups of 4, one CTA a multiprocessor",
+            launches,
+            True,
+        )
     for tokens in (1, 64, 8192):
         launches = [rows.row_kernel("compress_store", tokens, H200)]
         yield f"bench_compressor: CSA, {tokens} tokens", launches, True

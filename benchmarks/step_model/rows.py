@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dsv4_kernels.host.mailboxes import CLUSTER
-from dsv4_kernels.hyper_connection.gpu import MOST_TOKENS
-from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS
+from dsv4_kernels.hyper_connection import gpu as hyper_connection
+from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS, Plan
 from step_model.attention import CLUSTERS
 from step_model.hardware import Gpu
 from step_model.launch import Launch
@@ -37,6 +37,9 @@ ROW_KERNELS = {
 }
 BOUNDARY_INSTRUCTIONS = {1: 4279, 2: 4731, 4: 5596, 8: 7326}
 """PTX instructions of a warp of a boundary by the tokens of its group; with 8 by the step from 2 to 4."""
+INTERLEAVED_CLOCKS = {1: 2977 - 1853, 2: 2964 - 1914, 4: 2969 - 1923, 8: 2789 - 1822}
+"""Clocks that a warp saves if it computes its products interleaved, by the tokens of its group: sums of the stalls that
+the machine code for sm_100a names between the first product and the last (V4-Flash, one CTA a multiprocessor)."""
 MOST_BYTES = {2: 8 << 20, 4: 4 << 20, 8: 1 << 20}
 """The largest part that our kernel sums, by ranks (sglang_dsv4/layers/peer_sums.py); NCCL sums larger ones."""
 RING_CTAS = 32
@@ -57,16 +60,24 @@ def row_kernel(name: str, tokens: int, gpu: Gpu, widths: float = 1.0) -> Launch:
     )
 
 
-def boundary(name: str, tokens: int, dim: int, gpu: Gpu) -> Launch:
+def boundary(name: str, tokens: int, dim: int, gpu: Gpu, plan: Plan | None = None, at_once: int = 0) -> Launch:
     """Return the counts of `hc_boundary` (kernels/hyper_connection).
 
     A cluster of eight CTAs reads fn, from memory once and from L2 for every group of tokens; clusters beyond those that
     find a multiprocessor for each CTA share multiprocessors. With many tokens persistent clusters keep fn.
+
+    Args:
+        name: of the launch.
+        tokens, dim: of the call.
+        gpu: rates.
+        plan: None for the kernel's choice.
+        at_once: clusters that run at once, one CTA a multiprocessor; 0 for an H200's number, also on Blackwell.
     """
-    of_group = next((n for n, most in MOST_TOKENS.items() if tokens <= most), 8)
-    groups = -(-tokens // of_group)
-    at_once = CLUSTERS[CLUSTER]
-    keeps = tokens > MOST_TOKENS[8] and dim <= 4096
+    at_once = at_once or CLUSTERS[CLUSTER]
+    form = (dim, PRE_ROWS, True, False, True)
+    plan = plan or hyper_connection.chosen(tokens, *form, None if gpu.is_hopper else at_once)
+    groups = -(-tokens // plan.tokens)
+    keeps = plan.teams > 1
     rounds = -(-groups // at_once)
     fn = PRE_ROWS * STREAMS * dim * 4
     rows = tokens * dim * (2 + 2 * STREAMS * 2 + 3)
@@ -77,10 +88,11 @@ def boundary(name: str, tokens: int, dim: int, gpu: Gpu) -> Launch:
         memory=fn,
         l2=reads * fn + rows,
         busiest=(1 if keeps else rounds) * fn / CLUSTER + rows / (min(groups, at_once) * CLUSTER),
-        instructions=BOUNDARY_INSTRUCTIONS[of_group] * (rounds / 2 if keeps else 1),
+        instructions=BOUNDARY_INSTRUCTIONS[plan.tokens] * (rounds / 2 if keeps else 1),
+        chain=-INTERLEAVED_CLOCKS[plan.tokens] if plan.side_by_side > 1 else 0.0,
         from_memory=1,
         from_l2=2,
-        ahead=1.0 if tokens <= 16 else 0.5,
+        ahead=1.0 if tokens <= 16 else 0.5 if keeps else plan.stages / STREAMS,
         waves=rounds,
     )
 
@@ -103,7 +115,10 @@ def sum_over_ranks(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> La
     )
 
 
-def boundary_of_parts(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> Launch:
+def boundary_of_parts(
+    name: str, tokens: int, dim: int, ranks: int, gpu: Gpu, plan: Plan | None = None, at_once: int = 0
+) -> Launch:
     """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts."""
-    alone, parts = boundary(name, tokens, dim, gpu), sum_over_ranks(name, tokens, dim, ranks, gpu)
+    alone = boundary(name, tokens, dim, gpu, plan, at_once)
+    parts = sum_over_ranks(name, tokens, dim, ranks, gpu)
     return replace(alone, crossings=1, link=parts.link, waits_for_link=True, l2=alone.l2 + parts.l2)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dsv4_kernels.hyper_connection import gpu as hyper_connection
+from dsv4_kernels.hyper_connection.plan import PRE_ROWS, Plan
 from dsv4_kernels.linear import fp8_tcgen05_plan
 from step_model import blackwell, products
 from step_model.hardware import B200
 from step_model.launch import time_us
+from step_model.rows import boundary, boundary_of_parts
 from step_model.step import FLASH, PRO, Released
 
 CHUNK = 8192
@@ -19,6 +22,8 @@ FEW_HEADS_CASES = tuple(
     for tokens in (1, 16, 64, 128, 256, CHUNK)
     for heads in (8, 16, 32)
 )
+MOST_PARTS = 64
+"""Most tokens of a boundary that sums over ranks."""
 
 
 def few_heads() -> list[dict[str, object]]:
@@ -86,4 +91,34 @@ def tiles_of_products() -> list[dict[str, object]]:
                         "sharing_us": round(time_us(products.fp8_by_tcgen05(*case, sharing=2), B200), 2),
                     }
                 )
+    return found
+
+
+def boundaries(ranks: int = 4) -> list[dict[str, object]]:
+    """Return boundaries of 16, 64 and 128 tokens: by Hopper's plans, by other groups, and by the kernel's choice.
+
+    Up to MOST_PARTS tokens they sum over the ranks. The number after a plan is that of the clusters that run at once.
+    """
+    found = []
+    for dim in (4096, 7168):
+        form = (dim, PRE_ROWS, True, False, True)
+        for tokens in (16, 64, 128):
+            hopper = hyper_connection.chosen(tokens, *form)
+            larger = Plan(min(8, 2 * hopper.tokens), dim, PRE_ROWS, True, fp8=True, one_cta=True)
+            plans = {
+                "as on Hopper, 15": (hopper, 15),
+                "as on Hopper, 16": (hopper, 16),
+                "interleaved, 15": (replace(hopper, one_cta=True, interleaved=True), 15),
+                "groups twice as large, 15": (larger, 15),
+                "chosen, 15": (None, 15),
+                "chosen, 16": (None, 16),
+            }
+            row: dict[str, object] = {"dim": dim, "tokens": tokens}
+            for name, (plan, at_once) in plans.items():
+                if tokens <= MOST_PARTS:
+                    launch = boundary_of_parts(name, tokens, dim, ranks, B200, plan, at_once)
+                else:
+                    launch = boundary(name, tokens, dim, B200, plan, at_once)
+                row[name] = round(time_us(launch, B200), 2)
+            found.append(row)
     return found

@@ -23,6 +23,12 @@ def architecture(name: str, device: torch.device) -> str:
     return f"sm_10{torch.cuda.get_device_capability(device)[1]}a"
 
 
+def implementation_of(device: torch.device) -> str:
+    """The name of the implementations that a GPU runs, "sm90" or "sm100"; "sm90" for a CPU."""
+    on_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return "sm100" if on_blackwell else "sm90"
+
+
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the GPU; on a CPU (the emulator) those of an H200."""
     return _multiprocessors(device.index or 0) if device.type == "cuda" else H200_MULTIPROCESSORS

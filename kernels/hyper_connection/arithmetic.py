@@ -46,11 +46,26 @@ def max_over_units(value: Float32, tokens: int) -> Float32:
     return value
 
 
-def split_tf32(x: Float32) -> tuple:
+UPPER_BITS = 0xFFFFE000
+"""Bits of an fp32 that the tensor core uses as tf32."""
+
+
+def split_tf32(x: Float32, upper_bits: Uint32) -> tuple:
     """An fp32 as two tf32: the upper 11 bits of its significand, and the rest, of which the tensor core uses 11 bits:
-    at most the last two of 24 bits are lost."""
-    high = ptx.as_u32(x) & Uint32(0xFFFFE000)
+    at most the last two of 24 bits are lost.
+
+    Args:
+        x: the number.
+        upper_bits: UPPER_BITS.
+    """
+    high = ptx.as_u32(x) & upper_bits
     return high, ptx.as_u32(x - ptx.as_f32(high))
+
+
+def upper_bits_at_run_time() -> Uint32:
+    """UPPER_BITS, as a value that the compiler does not know: computed from the grid's second dimension, which is 1."""
+    _, one, _ = cute.arch.grid_dim()
+    return Uint32(0) - (Uint32(one) << 13)
 
 
 def in_turn(values: list) -> Float32:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4_kernels.device.peer_words import peers_of
 from dsv4_kernels.host import mailboxes
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once, implementation_of
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
@@ -41,14 +41,35 @@ MOST_TOKENS_OF_ONE_CTA = 16
 clusters find enough of them, and all of fn is in shared memory, with V4-Flash's width, when the kernel before ends."""
 
 
-def chosen(num_tokens: int, dim: int, rows: int, post: bool, bf16_weight: bool, fp8: bool = False) -> Plan:
+def chosen(
+    num_tokens: int,
+    dim: int,
+    rows: int,
+    post: bool,
+    bf16_weight: bool,
+    fp8: bool = False,
+    clusters: int | None = None,
+) -> Plan:
     """The plan for a number of tokens. A token's bits do not depend on it.
 
     With more tokens than one group for each cluster that the GPU runs at once, clusters are persistent and keep fn in
     shared memory, if it fits: fn is then read from L2 once a cluster, not once a group.
+
+    On Blackwell every CTA of a boundary of fewer tokens has a multiprocessor of its own, which it reads fn into before
+    the kernel before ends: groups are so large that all clusters run at once. Modelled (docs/step_model.md).
+
+    Args:
+        num_tokens: of the call.
+        dim, rows, post, bf16_weight, fp8: of the plan.
+        clusters: on Blackwell, clusters that run at once with one CTA on each multiprocessor; None on Hopper.
     """
     tokens = next((tokens for tokens, most in MOST_TOKENS.items() if num_tokens <= most), None)
     form = (dim, rows, post, bf16_weight)
+    if clusters is not None and tokens is not None and rows == PRE_ROWS:
+        sizes = [size for size in TOKENS if size >= tokens and -(-num_tokens // size) <= clusters]
+        if sizes:
+            return Plan(sizes[0], *form, fp8=fp8, one_cta=True, interleaved=True)
+        return Plan(TOKENS[-1], *form, fp8=fp8)
     if tokens is None and Plan(TOKENS[-1], *form, teams=TEAMS).fits:
         return Plan(TOKENS[-1], *form, teams=TEAMS, fp8=fp8)
     one_cta = rows == PRE_ROWS and num_tokens <= MOST_TOKENS_OF_ONE_CTA
@@ -89,7 +110,7 @@ def with_parts(
     return made if made.places <= boxes.places else None
 
 
-def most_tokens_of_parts(boxes: mailboxes.Mailboxes, dim: int, parts: torch.dtype) -> int:
+def most_tokens_of_parts(boxes: mailboxes.Mailboxes, dim: int, parts: torch.dtype, name: str | None = None) -> int:
     """The most tokens that `hc_boundary_of_parts` takes, with any smaller number; 0 if it takes none.
 
     The answer is the same on all ranks.
@@ -98,25 +119,39 @@ def most_tokens_of_parts(boxes: mailboxes.Mailboxes, dim: int, parts: torch.dtyp
         boxes: of the group.
         dim: d.
         parts: dtype of the parts.
+        name: "sm90" or "sm100"; None for the GPU that has the mailboxes.
     """
-    return _most_tokens_of_parts(boxes.plan, boxes.clusters, dim, parts)
+    name = name or implementation_of(boxes.buffer_of.device)
+    return _most_tokens_of_parts(boxes.plan, boxes.clusters, dim, parts, name == "sm100")
 
 
 @functools.cache
-def _most_tokens_of_parts(boxes: mailboxes.Plan, clusters: int, dim: int, parts: torch.dtype) -> int:
+def _most_tokens_of_parts(
+    boxes: mailboxes.Plan, clusters: int, dim: int, parts: torch.dtype, on_blackwell: bool
+) -> int:
     def fits(num_tokens: int) -> bool:
-        plan = chosen(num_tokens, dim, PRE_ROWS, True, False)
+        allowed = _clusters_with_channels(boxes, clusters) if on_blackwell else None
+        plan = chosen(num_tokens, dim, PRE_ROWS, True, False, clusters=allowed)
         return with_parts(plan, boxes, clusters, num_tokens, parts) is not None
 
     return max(itertools.takewhile(fits, range(1, max(MOST_TOKENS.values()) + 1)), default=0)
 
 
-def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> list[Plan]:
+def possible_clusters(arch: str, num_tokens: int) -> tuple[int | None, ...]:
+    """Values of `clusters` with which `chosen` returns every plan that it returns for this number of tokens on any GPU
+    of the architecture: the machine that compiles ahead may have none."""
+    if arch == ARCHITECTURES["sm90"]:
+        return (None,)
+    return (*(-(-num_tokens // size) for size in TOKENS), 0)
+
+
+def plans(dim: int, fp8: bool, arch: str, bf16_weight: bool = False, fewest: int = 1) -> list[Plan]:
     """All plans that a model of this width runs, to compile them ahead.
 
     Args:
         dim: d.
         fp8: whether sublayers also take their input as e4m3.
+        arch: to compile for.
         bf16_weight: whether the norms' weights are bf16; otherwise they are fp32.
         fewest: the fewest tokens of a forward.
     """
@@ -127,18 +162,19 @@ def plans(dim: int, fp8: bool, bf16_weight: bool = False, fewest: int = 1) -> li
     }
     sizes = (*(most for most in MOST_TOKENS.values() if most >= fewest), max(MOST_TOKENS.values()) + 1)
     made = (
-        chosen(size, dim, rows, post, bf16_weight, fp8 and follows)
+        chosen(size, dim, rows, post, bf16_weight, fp8 and follows, clusters)
         for rows, post, follows in forms.values()
         for size in sizes
+        for clusters in possible_clusters(arch, size)
     )
     return list(dict.fromkeys(made))
 
 
 def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of the kernels of `hc_boundary`, `hc_enter` and `hc_finish`."""
-    made = plans(model.hidden_size, model.quantises_inputs)
+    made = plans(model.hidden_size, model.quantises_inputs, arch)
     if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
-        made += plans(model.hidden_size, False, fewest=model.fewest_own_rows)
+        made += plans(model.hidden_size, False, arch, fewest=model.fewest_own_rows)
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
 
@@ -146,13 +182,14 @@ def parts_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], objec
     """Compile jobs of the kernels of `hc_boundary_of_parts`, for parts of the attention and of the experts."""
     made = [
         replace(
-            chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs),
+            chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs, clusters),
             ranks=model.peer_sum_ranks,
             fp32_parts=fp32,
             sender_threads=MOST_THREADS,
         )
         for size in (1, *(most + 1 for most in MOST_TOKENS.values()))
         if size <= model.peer_boundary_tokens
+        for clusters in possible_clusters(arch, size)
         for fp32 in (False, *([True] if model.experts_sum_fp32 else []))
     ]
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
@@ -173,6 +210,7 @@ def run(
     teams: int = 1,
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -185,10 +223,11 @@ def run(
         parameters: fn, base and scale.
         norm_weight: [d] fp32 or bf16.
         norm_eps, hc_eps, iterations: as in the functions.
-        tokens: of a token group; None chooses both `tokens` and `teams`.
+        tokens: of a token group; None chooses `tokens`, `teams` and `interleaved`.
         teams: of a CTA.
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
+        interleaved: whether products are interleaved, with one CTA a multiprocessor.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -201,14 +240,17 @@ def run(
     if n != STREAMS:
         raise ValueError(f"{op}: the GPU kernels are made for {STREAMS} streams; got {n}. Choose impl='ref'")
     form = (dim, rows, written_back is not None, norm_weight.dtype == torch.bfloat16)
-    plan = chosen(num_tokens, *form, fp8) if tokens is None else Plan(tokens, *form, teams, fp8)
+    if tokens is None:
+        plan = chosen(num_tokens, *form, fp8, _clusters(name, streams.device, boxes))
+    else:
+        plan = Plan(tokens, *form, teams, fp8, one_cta=interleaved, interleaved=interleaved)
     plan.check()  # also for an empty batch, which compiles nothing
     y, post, comb = written_back or (None, None, None)
     fn, base, scale = parameters
     if boxes is not None:
         made_of_parts = with_parts(plan, boxes.plan, boxes.clusters, num_tokens, y.dtype)
         if made_of_parts is None:
-            most = most_tokens_of_parts(boxes, dim, y.dtype)
+            most = most_tokens_of_parts(boxes, dim, y.dtype, name)
             raise ValueError(
                 f"{op}: {num_tokens} tokens in groups of {plan.tokens}; these mailboxes and GPUs take at most {most} "
                 f"tokens of {dim} channels in {y.dtype}. Sum the parts first (all_reduce), then call hc_boundary"
@@ -264,6 +306,18 @@ def run(
         compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
     made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
+
+
+def _clusters(name: str, device: torch.device, boxes: mailboxes.Mailboxes | None) -> int | None:
+    """`clusters` for `chosen`; the same on all ranks that share mailboxes."""
+    if name == "sm90":
+        return None
+    return clusters_at_once(device, CLUSTER) if boxes is None else _clusters_with_channels(boxes.plan, boxes.clusters)
+
+
+def _clusters_with_channels(boxes: mailboxes.Plan, clusters: int) -> int:
+    """Clusters that run at once on every GPU of a group, at most those whose CTAs have a channel each."""
+    return min(clusters, boxes.channels // CLUSTER)
 
 
 def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype, ...], dense: bool = False) -> None:

@@ -58,6 +58,11 @@ class Plan:
     memory."""
     sender_threads: int = 0
     """Threads of a block of the mailboxes (`host.mailboxes.Plan.threads`), if there are ranks."""
+    interleaved: bool = False
+    """Whether a warp's products are in the order of a warp that is alone on its scheduler; the bits are the same. It
+    computes all streams side by side, since 32 products of a stream are one chain; and it computes upper halves of fn
+    with a mask that the compiler does not know. With a known one the compiler multiplies fn itself, of which the tensor
+    core uses the upper half, and moves each number to its place before: a quarter of the instructions."""
 
     def check(self) -> None:
         """Raises ValueError for a width that the kernel does not support."""
@@ -69,6 +74,7 @@ class Plan:
         assert self.tokens in TOKENS and self.rows in (HEAD_ROWS, PRE_ROWS), self
         assert not self.fp8 or self.rows == PRE_ROWS, self
         assert self.teams == 1 or self.fits, self
+        assert not self.interleaved or (self.ctas == 1 and self.teams == 1), self  # it needs the registers
         # A channel of the mailboxes is used once a launch.
         assert not self.ranks or (self.post and self.teams == 1 and self.sender_threads >= self.threads), self
 
@@ -155,6 +161,11 @@ class Plan:
         """Streams whose part of fn is in shared memory at once."""
         other = self.teams * self.tokens * self.quads * 16 * (self.warps + CLUSTER) + 2048
         return min(STREAMS, (SHARED_BYTES // self.ctas - 1024 - other) // self.stage_bytes)
+
+    @property
+    def side_by_side(self) -> int:
+        """Streams whose products a warp computes at once: all, if it is to and all of fn is in shared memory."""
+        return STREAMS if self.interleaved and self.stages == STREAMS else 1
 
     @property
     def quads(self) -> int:

@@ -5,6 +5,9 @@ except for the last two bits (`arithmetic.split_tf32`). Rows of fn are the left 
 The right operand has eight columns of channels, one token each, in the registers of the threads that own them. If a
 token group has fewer than eight tokens, threads that own another unit of the same token pass on their values, unit
 after unit, and the columns after the last token repeat the tokens.
+
+Within a stream the products of a row are one chain. Streams are independent until their sums are added, in turn, to the
+totals, so a plan may compute them side by side (`Plan.interleaved`).
 """
 
 import cutlass
@@ -13,7 +16,14 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsv4_kernels.device import bf16_rows, pipeline, ptx
 from dsv4_kernels.device.mma import multiply_tf32
-from dsv4_kernels.hyper_connection.arithmetic import address_of, split_tf32, sum_of_squares, sum_over_units
+from dsv4_kernels.hyper_connection.arithmetic import (
+    UPPER_BITS,
+    address_of,
+    split_tf32,
+    sum_of_squares,
+    sum_over_units,
+    upper_bits_at_run_time,
+)
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS
 from dsv4_kernels.hyper_connection.streams import Streams
 
@@ -46,29 +56,42 @@ class Products(Streams):
         upper_row = row_group % STREAMS if plan.rows < 8 else row_group
         fn = Int32(shared.fn.data_ptr().toint()) + (warp * (UNITS * QUAD * CHANNELS) + in_quad * (2 * CHANNELS)) * 4
         rows = [fn + (upper_row + 8 * i) * plan.row_bytes for i in range(max(1, plan.rows // 8))]
+        upper_bits = upper_bits_at_run_time() if plan.interleaved else Uint32(UPPER_BITS)
         totals = [[Float32(0.0)] * 4 for _ in range(-(-plan.rows // 16))]
-        for stream in cutlass.range_constexpr(STREAMS):
-            stage, phase = pipeline.stage_of(stream, plan.stages)
-            cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
-            products = [[Float32(0.0)] * 4 for _ in totals]
+        for first in cutlass.range_constexpr(0, STREAMS, plan.side_by_side):
+            streams = range(first, first + plan.side_by_side)
+            for stream in streams:
+                stage, phase = pipeline.stage_of(stream, plan.stages)
+                cute.arch.mbarrier_wait(shared.full.data_ptr() + stage, phase)
+            products = [[[Float32(0.0)] * 4 for _ in totals] for _ in streams]
             for unit in cutlass.range_constexpr(UNITS):
-                offset = stage * plan.stage_bytes + (unit // 2 * (2 * QUAD) + unit % 2) * CHANNELS * 4
-                factors = [[split_tf32(f) for f in ptx.load_shared_f32x4(row + offset)] for row in rows]
-                columns = self.columns(x, stream, unit, lane)
+                place = (unit // 2 * (2 * QUAD) + unit % 2) * CHANNELS * 4
+                offsets = [pipeline.stage_of(stream, plan.stages)[0] * plan.stage_bytes + place for stream in streams]
+                # [stream][row][channel][upper or lower half]
+                factors = [
+                    [[split_tf32(f, upper_bits) for f in ptx.load_shared_f32x4(row + o)] for row in rows]
+                    for o in offsets
+                ]
+                columns = [self.columns(x, stream, unit, lane) for stream in streams]
                 for step in cutlass.range_constexpr(CHANNELS // 2):
-                    pair = columns[2 * step : 2 * step + 2]
-                    # [row][channel of the pair][upper or lower half]
-                    halves = [row[2 * step : 2 * step + 2] for row in factors]
+                    pairs = [of_stream[2 * step : 2 * step + 2] for of_stream in columns]
+                    # [stream][row][channel of the pair][upper or lower half]
+                    halves = [[row[2 * step : 2 * step + 2] for row in of_stream] for of_stream in factors]
                     if const_expr(plan.rows > 8):
                         for half in cutlass.range_constexpr(2):
-                            left = (halves[0][0][half], halves[1][0][half], halves[0][1][half], halves[1][1][half])
-                            products[0] = multiply_tf32(left, pair, products[0])
-                    products[-1] = multiply_tf32((*halves[-1][0], *halves[-1][1]), pair, products[-1])
-            if const_expr(stream + plan.stages < STREAMS):  # the stage will be refilled
+                            for i in cutlass.range_constexpr(plan.side_by_side):
+                                above, below = halves[i][0], halves[i][1]  # eight rows apart
+                                left = (above[0][half], below[0][half], above[1][half], below[1][half])
+                                products[i][0] = multiply_tf32(left, pairs[i], products[i][0])
+                    for i in cutlass.range_constexpr(plan.side_by_side):
+                        left = (*halves[i][-1][0], *halves[i][-1][1])
+                        products[i][-1] = multiply_tf32(left, pairs[i], products[i][-1])
+            if const_expr(first + plan.stages < STREAMS):  # the stage will be refilled; streams are in turn
                 cute.arch.sync_warp()
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(shared.empty.data_ptr() + stage)
-            totals = [[t + p for t, p in zip(*pair, strict=True)] for pair in zip(totals, products, strict=True)]
+                    cute.arch.mbarrier_arrive(shared.empty.data_ptr() + first % plan.stages)
+            for of_stream in products:
+                totals = [[t + p for t, p in zip(*pair, strict=True)] for pair in zip(totals, of_stream, strict=True)]
         if const_expr(plan.rows > 8):
             columns = [totals[0][:2], totals[0][2:]]
         else:

@@ -162,6 +162,17 @@ def test_a_boundary_reads_fn_once_for_each_round_of_clusters() -> None:
     assert many.busiest - 2 * fn / 8 == pytest.approx(64 * 4096 * 21 / 120)  # the sixteenth cluster is a second round
 
 
+def test_a_boundary_on_blackwell_has_one_round_of_clusters() -> None:
+    """64 tokens: eight groups of eight if 15 clusters run at once, sixteen of four if 16 do; its products are
+    interleaved. V4-Pro's are not."""
+    fn, row = 24 * 4 * 4096 * 4, 4096 * 21
+    large, small = (rows.boundary("", 64, 4096, B200, at_once=n) for n in (15, 16))
+    assert (large.ctas, small.ctas) == (64, 128)
+    assert [x.busiest - fn / 8 for x in (large, small)] == pytest.approx([row, row / 2])
+    assert (large.chain, small.chain) == (1822 - 2789, 1923 - 2969)
+    assert large.ahead == small.ahead == 1 and rows.boundary("", 64, 7168, B200).chain == 0
+
+
 def test_a_sum_over_ranks_stores_its_part_into_every_other_gpu() -> None:
     ours, large = (rows.sum_over_ranks("", tokens, 4096, 4, H200) for tokens in (512, 513))
     assert ours.link == 3 * 512 * 8192 and ours.crossings == 1

@@ -88,13 +88,18 @@ def test_it_may_begin_early() -> None:
         ("sm90", 2, 17, 8, torch.float32, False),
         ("sm100", 2, 3, 2, torch.bfloat16, True),
         ("sm100", 4, 1, 1, torch.bfloat16, True),
+        ("sm100", 2, 5, None, torch.bfloat16, True),
+        ("sm100", 2, 9, None, torch.float32, False),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_the_bits_of_two_launches(
-    kernel: str, ranks: int, num_tokens: int, tokens: int, parts: torch.dtype, fp8: bool, schedule: str
+    kernel: str, ranks: int, num_tokens: int, tokens: int | None, parts: torch.dtype, fp8: bool, schedule: str
 ) -> None:
-    """Groups of every size, full and not, in one and two places of a channel: the bits of `hc_boundary` of the sum."""
+    """Groups of every size, full and not, in one and two places of a channel: the bits of `hc_boundary` of the sum.
+
+    Without a size the plan is the one that the GPU's number of clusters allows.
+    """
     call = Boundary(kernel, ranks, num_tokens, tokens, parts, fp8)
     expected = call.of_the_sum()
     with group(kernel, ranks, call, schedule=schedule) as made:
@@ -203,9 +208,16 @@ def test_which_calls_fit() -> None:
     """A launch needs a channel for each CTA, clusters that run at once, and places for its pieces."""
     from dsv4_kernels.hyper_connection import gpu
 
-    def most(boxes: Plan, clusters: int = 16, dim: int = 4096, parts: torch.dtype = torch.bfloat16) -> int:
+    def most(
+        boxes: Plan,
+        clusters: int = 16,
+        dim: int = 4096,
+        parts: torch.dtype = torch.bfloat16,
+        name: str | None = None,
+    ) -> int:
         empty = torch.zeros(1, dtype=torch.int32)
-        return gpu.most_tokens_of_parts(Mailboxes(None, 0, boxes, (), empty, empty, empty, 1, clusters), dim, parts)
+        made = Mailboxes(None, 0, boxes, (), empty, empty, empty, 1, clusters)
+        return gpu.most_tokens_of_parts(made, dim, parts, name)
 
     boxes = Plan.of(4, 2 << 20)
     assert (boxes.channels, boxes.places) == (128, 2)
@@ -217,25 +229,31 @@ def test_which_calls_fit() -> None:
     assert most(boxes, dim=7168, parts=torch.float32) == 64  # eight pieces of a thread need four places
     assert most(Plan.of(8, 1 << 20), dim=7168) == 64
     assert most(Plan.of(4, 1 << 16)) == most(Plan.of(4, 2 << 20, channels=32)) == 8
+    # On Blackwell groups grow until all clusters run at once; then multiprocessors have two CTAs of V4-Flash's width.
+    assert [most(boxes, clusters, name="sm100") for clusters in (18, 15, 8, 7, 0)] == [128, 128, 128, 112, 0]
+    assert [most(boxes, clusters, 7168, name="sm100") for clusters in (18, 15, 8, 7, 0)] == [128, 120, 64, 56, 0]
     assert most(boxes, dim=1000) == most(boxes, dim=9216) == most(Plan.of(4, 2 << 20, 64, 32)) == 0
 
 
 @pytest.mark.parametrize("fp32", [False, True])
-def test_what_is_compiled_ahead(fp32: bool) -> None:
-    """The plan of every call of up to the most tokens, for parts in each dtype, and no other."""
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_is_compiled_ahead(arch: str, fp32: bool) -> None:
+    """The plan of every call of up to the most tokens, for parts in each dtype, on a GPU that runs any number of
+    clusters, and no other."""
     from dsv4_kernels.hyper_connection import gpu
 
     shapes = {"hidden_size": 4096, "quantises_inputs": True, "experts_sum_fp32": fp32, "peer_sum_ranks": 4}
     model = SimpleNamespace(**shapes, peer_boundary_tokens=64)
-    compiled = {job.args for job in gpu.parts_compile_jobs(model, "sm_90a")}
+    compiled = {job.args for job in gpu.parts_compile_jobs(model, arch)}
     called = {
-        (gpu.with_parts(plan, Plan.of(4, 2 << 20), 16, tokens, parts), "sm_90a")
+        (gpu.with_parts(plan, Plan.of(4, 2 << 20), clusters, tokens, parts), arch)
         for tokens in range(1, 65)
-        for plan in [gpu.chosen(tokens, 4096, 24, True, False, True)]
+        for clusters in ((16,) if arch == "sm_90a" else range(4, 20))
+        for plan in [gpu.chosen(tokens, 4096, 24, True, False, True, None if arch == "sm_90a" else clusters)]
         for parts in (torch.bfloat16, *([torch.float32] if fp32 else []))
     }
-    assert compiled == called and len(called) == 3 * (1 + fp32)
-    assert not gpu.parts_compile_jobs(SimpleNamespace(**shapes, peer_boundary_tokens=0), "sm_90a")
+    assert compiled == called and len(called) == (3 if arch == "sm_90a" else 5) * (1 + fp32)
+    assert not gpu.parts_compile_jobs(SimpleNamespace(**shapes, peer_boundary_tokens=0), arch)
 
 
 def test_what_is_refused() -> None:

@@ -81,6 +81,7 @@ def boundary(
     teams: int = 1,
     fp8: bool = False,
     fn_is_constant: bool = True,
+    interleaved: bool = False,
     **options: object,
 ) -> tuple[Tensor, ...]:
     """Results of hc_boundary with `tokens` tokens a group and `teams` teams a CTA."""
@@ -88,7 +89,7 @@ def boundary(
 
     y, streams, post, comb, fn, base, scale, weight = i
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
-    call = partial(gpu.run, NAMES[arch], "hc_boundary", 24, *arguments, tokens, teams, fp8)
+    call = partial(gpu.run, NAMES[arch], "hc_boundary", 24, *arguments, tokens, teams, fp8, interleaved=interleaved)
     return emulate(arch, call, fn if fn_is_constant else None, **options)
 
 
@@ -127,9 +128,26 @@ def test_bits_do_not_depend_on_the_batch(arch: str) -> None:
     """A token has the same bits alone, at other indices of token groups of other sizes, and in other batches."""
     i = inputs(11, 1024, seed=5)
     together = boundary(arch, i, 8)
-    for order, tokens in (([7], 1), ([10, 7, 3], 2), ([3, 0, 7, 10, 1], 4), ([7, 7, 10, 9, 3], 8)):
-        for all_of_them, part in zip(together, boundary(arch, i.of(order), tokens), strict=True):
+    orders = ([7], 1), ([10, 7, 3], 2), ([3, 0, 7, 10, 1], 4), ([7, 7, 10, 9, 3], 8), ([9, 2, 5], 4, True)
+    for order, tokens, *interleaved in orders:
+        part_of_them = boundary(arch, i.of(order), tokens, interleaved=bool(interleaved))
+        for all_of_them, part in zip(together, part_of_them, strict=True):
             assert torch.equal(part, all_of_them[order])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [1024, 3072, 7168])
+def test_interleaved_products_have_the_same_bits(arch: str, d: int) -> None:
+    """Groups of every size, in two clusters, the second not full: streams side by side, and with 7,168 channels, where
+    stages are refilled, in turn."""
+    i = inputs(9, d, seed=d)
+    expected = boundary(arch, i, 8, fp8=True)
+    for tokens in (1, 2, 4, 8):
+        few = list(range(min(9, tokens + 1)))
+        for schedule in ("eager", "late", "random"):
+            found = boundary(arch, i.of(few), tokens, fp8=True, interleaved=True, schedule=schedule)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a.float(), b[few].float())
 
 
 @pytest.mark.parametrize(
@@ -158,8 +176,11 @@ def test_the_kernel_makes_codes(
     assert torch.equal(scales, of_blocks) and scales.stride() == of_blocks.stride()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
-def test_products_have_all_bits_of_fn(arch: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "interleaved"),
+    [(1, False), (2, False), (4, True), (8, False), pytest.param(8, True, marks=pytest.mark.slow)],
+)
+def test_products_have_all_bits_of_fn(arch: str, tokens: int, interleaved: bool) -> None:
     """Inputs for which every fp32 sum is exact: streams of -1, 0 and 1, and fn of 18 bits, of which tf32 alone would
     keep 11.
 
@@ -170,7 +191,7 @@ def test_products_have_all_bits_of_fn(arch: str, tokens: int) -> None:
     signs = (torch.randint(-1, 2, (5, 4, 1024), generator=g) * (torch.rand(5, 4, 1024, generator=g) < 0.03)).bfloat16()
     fn = torch.randint(-(2**17), 2**17, (24, 4096), generator=g) / 2.0**16
     i = i._replace(streams=signs, post=torch.zeros(5, 4), comb=torch.eye(4).repeat(5, 1, 1), fn=fn, scale=i.scale / 8)
-    streams, _, post, comb = boundary(arch, i, tokens)
+    streams, _, post, comb = boundary(arch, i, tokens, interleaved=interleaved)
     assert torch.equal(streams, signs)
     logits, _ = exact_logits(streams, fn, i.base, i.scale)
     off = 8 * U32 * logits.abs().max()
@@ -231,6 +252,7 @@ MUTATED = {
     "hyper_connection": ((3, 1024), (2, 1)),
     "hyper_connection_stages": ((3, 3072), (2, 1)),
     "hyper_connection_teams": ((35, 1024), (8, 2)),
+    "hyper_connection_interleaved": ((5, 1024), (4, 1)),
 }
 
 
@@ -248,22 +270,9 @@ def test_deleted_synchronisation_is_noticed(name: str) -> None:
     y, streams, post, comb, fn, base, scale, weight = inputs(*size)
     arguments = (streams, (y, post, comb), (fn, base, scale), weight, NORM_EPS, HC_EPS, ITERATIONS)
     with emulated(checks=Checks.strict(), arch="sm_90a", multiprocessors=16, record=True) as device:
-        gpu.run("sm90", "hc_boundary", 24, *arguments, *plan)
+        gpu.run("sm90", "hc_boundary", 24, *arguments, *plan, interleaved=name.endswith("interleaved"))
     rates = delete_synchronisation(name, device)
     assert rates and set(rates.values()) == {1}
-
-
-def test_which_plan() -> None:
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.hyper_connection import gpu
-
-    def chosen(num_tokens: int, d: int = 4096) -> tuple[int, int]:
-        plan = gpu.chosen(num_tokens, d, 24, True, False)
-        return plan.tokens, plan.teams
-
-    assert [chosen(n) for n in (1, 4, 5, 16, 17, 64, 65, 128)] == [(n, 1) for n in (1, 1, 2, 2, 4, 4, 8, 8)]
-    assert chosen(129) == chosen(8192) == (8, 2)
-    assert chosen(8192, d=7168) == (8, 1)  # fn does not fit
 
 
 def test_the_other_functions(arch: str) -> None:
@@ -378,14 +387,17 @@ def test_the_models_widths(arch: str, d: int) -> None:
     i = inputs(2, d, seed=d)
     check_boundary(boundary(arch, i, 8), i)
     chosen = gpu.chosen(8192, d, 24, True, False)
-    for plan in {Plan(8, d, 24, True), chosen, replace(chosen, fp8=True)}:
+    wide = {gpu.chosen(n, d, 24, True, False, True, clusters=15) for n in (1, 16, 60, 64)}
+    for plan in {Plan(8, d, 24, True), chosen, replace(chosen, fp8=True)} | wide:
         with emulated(arch=arch):
             numbers = resources(gpu.compile(plan, arch).__cubin__)
+        if plan in wide:
+            assert numbers["stack_bytes"] == 0 and plan.ctas == 1 and plan.stages == (4 if d == 4096 else 2)
         # Warps are distributed over four parts of the multiprocessor, each with a quarter of the registers.
         warps = -(-plan.ctas * plan.cta_threads // 32 // 4)
         assert numbers["stack_bytes"] <= 112 and numbers["registers"] * warps * 32 <= REGISTERS // 4, (plan, numbers)
         assert plan.ctas * (shared_memory(plan).size_in_bytes() + 1024) <= SHARED_BYTES + 1024, plan
-        assert plan.ctas * plan.teams == (2 if d == 4096 else 1)
+        assert plan in wide or plan.ctas * plan.teams == (2 if d == 4096 else 1)
 
 
 def test_no_tokens_are_no_launch(arch: str) -> None:
@@ -412,7 +424,7 @@ def test_what_the_kernel_refuses(compiled_here: None) -> None:
     with pytest.raises(
         ValueError, match="multiples of 1024 up to 8192; got 512"
     ):  # the plan that a server compiles first
-        gpu.compile(gpu.plans(512, fp8=True)[0], "sm_90a")
+        gpu.compile(gpu.plans(512, True, "sm_90a")[0], "sm_90a")
     refused("take streams in torch.bfloat16", i._replace(streams=i.streams.float()))
     refused("take fn in torch.float32, contiguous", i._replace(fn=i.fn.T.contiguous().T))
     refused("take y in torch.bfloat16, with contiguous rows", i._replace(y=torch.zeros(2, 1028).bfloat16()[:, :1024]))
@@ -432,7 +444,7 @@ def kernel_here(kernel_on_gpu: Callable[[str], str]) -> Iterator[str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [4096, 7168])
-@pytest.mark.parametrize("num_tokens", [1, 5, 64, 200, 8192])
+@pytest.mark.parametrize("num_tokens", [1, 5, 20, 64, 120, 200, 8192])
 def test_the_gpu_makes_a_boundary(kernel_here: str, num_tokens: int, d: int) -> None:
     i = inputs(num_tokens, d, seed=num_tokens).to("cuda")
     out = hc_boundary(*i.boundary(), impl=kernel_here)

@@ -124,3 +124,11 @@ def own_rows() -> str:
             for row in rows
         ),
     )
+
+
+def boundaries() -> str:
+    """Boundaries on a B200 by plan, with 15 and 16 clusters at once."""
+    found = load("step_model")["what_if"]["boundaries"]
+    plans = [name for name in found[0] if name not in ("dim", "tokens")]
+    head = (f"{'Flash' if row['dim'] == 4096 else 'Pro'}, {row['tokens']}" for row in found)
+    return markdown(("us, tokens", *head), ((plan, *(f"{row[plan]:.1f}" for row in found)) for plan in plans))
