@@ -36,6 +36,13 @@ class AfterLoading(QuantizeMethodBase):
         finally:
             cls._is_suspended = False
 
+    @staticmethod
+    def of_modules(model: nn.Module) -> Iterator[tuple[nn.Module, AfterLoading]]:
+        """The modules of a model that have this hook, in the model's order, and their hooks."""
+        for module in model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), AfterLoading):
+                yield module, method
+
     def apply(self, layer: nn.Module, *args: object, **kwargs: object) -> Tensor:
         """Not supported: the module is not one of SGLang's linear layers, and computes in its own forward."""
         raise NotImplementedError(f"{type(layer).__name__} computes in its forward, not by its quant_method")

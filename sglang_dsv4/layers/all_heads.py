@@ -49,6 +49,7 @@ class AllHeads(nn.Module):
         self.ranks, self.quantises = get_parallel().tp_size, quantises
         # In a dictionary, not as attributes: the modules belong to the sublayer, and are loaded there.
         self._own = {"wq_b": wq_b, "wo_a": wo_a, "wo_b": wo_b, "sink": sink}
+        self._layers: dict[str, list[_Layer]] = {}
         self.quant_method = AfterLoading(self.gather, derives=False, gathers=True)
 
     def gather(self) -> None:
@@ -57,10 +58,15 @@ class AllHeads(nn.Module):
         Raises:
             ConfigError: the scales of a weight are not those of the checkpoint, in rows of blocks.
         """
-        for name in ("wq_b", "wo_b"):
-            _require_scales_by_rows(name, self._own[name])
-            for kind, shard in self._own[name].named_parameters():
+        for name, parts in (("wq_b", 1), ("wo_b", self.ranks)):
+            layer, tensors = self._own[name], {}
+            _require_scales_by_rows(name, layer)
+            for kind, shard in layer.named_parameters():
                 self._gather(f"{name}_{kind}", shard.data)
+                tensors[kind] = getattr(self, f"{name}_{kind}").chunk(parts)
+            self._layers[name] = [
+                _Layer(layer, {kind: of_parts[part] for kind, of_parts in tensors.items()}) for part in range(parts)
+            ]
         self._gather("wo_a", self._own["wo_a"].in_model_dtype())
         self._gather("sink", self._own["sink"].data)
         if self.quantises:  # compiles DeepGEMM's kernels of the shape now, and not in the first long prompt
@@ -76,7 +82,7 @@ class AllHeads(nn.Module):
 
     def queries(self, latent: Tensor | Fp8Input) -> Tensor:
         """wq_b of all heads: [T, heads * head_dim], from the normed query latent [T, q_lora_rank]."""
-        return self._multiply("wq_b", latent, 0, 1)
+        return self._multiply("wq_b", latent, 0)
 
     def project(self, o: Tensor, positions: Tensor, rope: Rotation) -> Tensor:
         """The sublayer's output [T, d], summed over the parts of all ranks' heads.
@@ -88,13 +94,11 @@ class AllHeads(nn.Module):
         """
         middle = self._own["wo_a"].multiply(o, positions, rope, self.wo_a)
         inputs = [Fp8Input.of(x) if self.quantises else x for x in middle.chunk(self.ranks, -1)]
-        return sum_in_order([self._multiply("wo_b", x, rank, self.ranks) for rank, x in enumerate(inputs)])
+        return sum_in_order([self._multiply("wo_b", x, rank) for rank, x in enumerate(inputs)])
 
-    def _multiply(self, name: str, x: Tensor | Fp8Input, index: int, count: int) -> Tensor:
-        """The product of a linear layer's method, with part `index` of `count` of the gathered weight."""
-        layer = self._own[name]
-        tensors = {kind: getattr(self, f"{name}_{kind}").chunk(count)[index] for kind, _ in layer.named_parameters()}
-        return layer.quant_method.apply(_Layer(layer, tensors), x)
+    def _multiply(self, name: str, x: Tensor | Fp8Input, part: int) -> Tensor:
+        """The product of a linear layer's method, with a part of the gathered weight."""
+        return self._own[name].quant_method.apply(self._layers[name][part], x)
 
 
 class _Layer:

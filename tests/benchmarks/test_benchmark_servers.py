@@ -77,8 +77,8 @@ def test_only_the_server_that_is_asked_for_is_taken(url: str, tmp_path: Path, mo
 
 
 def assert_soon(holds: Callable[[], bool]) -> None:
-    """Assert that a condition holds within a minute: a signal reaches a process that waits for a disk later."""
-    until = time.monotonic() + 60
+    """Assert that a condition holds within ten seconds: a signal reaches a process that waits for a disk later."""
+    until = time.monotonic() + 10
     while not holds() and time.monotonic() < until:
         time.sleep(0.05)
     assert holds()

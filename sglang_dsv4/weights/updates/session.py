@@ -458,9 +458,8 @@ def _gather(manager: SchedulerWeightUpdaterManager) -> None:
     It comes last: weights that are exchanged back need no gathering.
     """
     for _, runner in runners_of(manager):
-        for module in runner.model.modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, AfterLoading) and method.gathers:
+        for module, method in AfterLoading.of_modules(runner.model):
+            if method.gathers:
                 method.process_weights_after_loading(module)
     _synchronise()
 

@@ -166,7 +166,6 @@ class WeightUpdate:
 
     def _derive(self) -> None:
         """Compute the tensors again that layers derive from their parameters."""
-        for module in self._model.modules():
-            method = getattr(module, "quant_method", None)
-            if isinstance(method, AfterLoading) and method.derives:
+        for module, method in AfterLoading.of_modules(self._model):
+            if method.derives:
                 method.process_weights_after_loading(module)

@@ -245,7 +245,7 @@ def plant_mistakes_of_attention(compared: Compared, layers: list[AllHeads]) -> N
     compared.plant("sinks of other heads", *(mock.patch.object(m, "sink", m.sink.flip(0)) for m in layers))
     compared.plant(
         "one rank's wo_b for all parts",
-        mock.patch.object(AllHeads, "_multiply", lambda m, name, x, index, count: multiply(m, name, x, 0, count)),
+        mock.patch.object(AllHeads, "_multiply", lambda m, name, x, part: multiply(m, name, x, 0)),
     )
     compared.plant(
         "own heads' queries for all heads", *(mock.patch.object(m, "queries", _first_heads(m)) for m in layers)
