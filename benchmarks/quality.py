@@ -117,33 +117,55 @@ def bound_of(plain: Row) -> float:
     return 2 * plain.kl + FLOOR
 
 
-def ask(url: str, window: Tensor) -> Scores:
-    """A server's scores of a window.
+def generate(url: str, tokens: Sequence[int], new: int, start: int | None = None, **body: object) -> dict[str, Any]:
+    """A server's greedy answer of `new` tokens, with log-probabilities (SGLang's /generate).
+
+    Args:
+        url: of the server.
+        tokens: the prompt.
+        new: tokens of the answer; an end token does not end it.
+        start: first position from which the prompt's log-probabilities are wanted; None: of no position.
+        body: further fields of the request.
 
     Raises:
         OSError: no server answers, or it refuses the request.
-        ValueError: the answer lacks the log-probabilities.
     """
-    body = {
-        "input_ids": window.tolist(),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    body |= {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": new, "temperature": 0, "ignore_eos": True},
         "return_logprob": True,
-        "logprob_start_len": 0,
+        "logprob_start_len": -1 if start is None else start,
         "top_logprobs_num": TOP,
     }
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/generate", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=900) as response:
-        info = json.load(response)["meta_info"]
+        return json.load(response)
+
+
+def ask(url: str, window: Tensor, start: int = 0) -> tuple[Scores, dict[str, Any]]:
+    """A server's scores of a window, or of its part that follows position `start`; and the answer's `meta_info`.
+
+    Raises:
+        OSError: as :func:`generate`.
+        ValueError: the answer lacks the log-probabilities.
+    """
+    info = generate(url, window.tolist(), 1, start)["meta_info"]
     own, top = info.get("input_token_logprobs"), info.get("input_top_logprobs")
-    if not own or not top or len(own) != len(window) or len(top) != len(window):
+    expected = len(window) - start
+    if not own or not top or len(own) != expected or len(top) != expected:
         raise ValueError(
-            f"{url}/generate: expected log-probabilities of {len(window)} prompt tokens, got {len(own or ())}"
+            f"{url}/generate: expected log-probabilities of {expected} prompt tokens, got {len(own or ())}"
         )
+    return scores_from(own[1:], top[1:]), info
+
+
+def scores_from(own: Sequence[Sequence[Any]], top: Sequence[Sequence[Sequence[Any]]]) -> Scores:
+    """Scores from SGLang's lists: of each token [log-probability, id, …], and of the likeliest tokens there."""
     return Scores(
-        torch.tensor([entry[0] for entry in own[1:]]),
-        torch.tensor([[entry[1] for entry in entries] for entries in top[1:]]),
-        torch.tensor([[entry[0] for entry in entries] for entries in top[1:]]),
+        torch.tensor([entry[0] for entry in own]),
+        torch.tensor([[entry[1] for entry in entries] for entries in top]),
+        torch.tensor([[entry[0] for entry in entries] for entries in top]),
     )
 
 
@@ -183,7 +205,7 @@ def compared(
         row("reference", exact, [scores_of(*pair) for pair in zip(exact, texts, strict=True)]),
         row("plain", exact, [scores_of(*pair) for pair in zip(plain, texts, strict=True)]),
     ]
-    return rows + [row(name, exact, [ask(url, window) for window in texts]) for name, url in servers.items()]
+    return rows + [row(name, exact, [ask(url, window)[0] for window in texts]) for name, url in servers.items()]
 
 
 def named_url(text: str) -> tuple[str, str]:

@@ -4,10 +4,7 @@ planted fault beyond it."""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,12 @@ import quality
 import torch
 from model.oracle import FLASH_LIKE, QUANTISABLE, TransformersOracle, configuration, random_weights
 from model.reference import OFF, Reference
+from serving.logits_stand_in import Logits, served
 from torch import Tensor
 
 CONFIG = configuration(FLASH_LIKE, **QUANTISABLE)
 WEIGHTS = random_weights(CONFIG, seed=6)
 WINDOWS = list(torch.randint(2, CONFIG["vocab_size"], (2, 150), generator=torch.Generator().manual_seed(1)))
-Logits = Callable[[Tensor], Tensor]
 
 
 class RopeSign(Reference):
@@ -67,36 +64,6 @@ FAULTS: dict[str, Callable[[], Logits]] = {
     "wrong expert's scale": lambda: with_weights("layers.3.ffn.experts.1.w1.weight", lambda value: value * 2),
     "no sinks": lambda: with_weights("attn_sink", lambda value: torch.full_like(value, -30.0)),
 }
-
-
-@contextmanager
-def served(logits: Logits) -> Iterator[str]:
-    """Serve these logits as SGLang's /generate does; yield the URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            return
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ids = torch.tensor(body["input_ids"])
-            scores = quality.scores_of(logits(ids).log_softmax(-1), ids)
-            assert body["top_logprobs_num"] == quality.TOP and body["logprob_start_len"] == 0
-            own = [[None, int(ids[0]), None], *([value, 0, None] for value in scores.own.tolist())]
-            pairs = zip(scores.top.tolist(), scores.top_ids.tolist(), strict=True)
-            top = [None, *([[value, at, None] for value, at in zip(*row, strict=True)] for row in pairs)]
-            data = json.dumps({"meta_info": {"input_token_logprobs": own, "input_top_logprobs": top}}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data)
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def rows(logits: Logits) -> list[quality.Row]:
