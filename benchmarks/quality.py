@@ -38,6 +38,8 @@ TOP = 64
 """Tokens of which a server gives the log-probability at each position."""
 FLOOR = 1e-5
 """Nats of KL for rounding where the plain computation has none, as a server in fp32."""
+SMALL_REST, ROUNDING = 1e-3, 1e-7
+"""Probability of all other tokens below which it is left out, and the rounding of a sum of fp32 probabilities."""
 SHORTEST = 128
 """Tokens of the shortest window: one group of an HCA layer."""
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
@@ -84,18 +86,21 @@ def scores_of(logprobs: Tensor, window: Tensor) -> Scores:
 def divergence(reference: Tensor, scores: Scores) -> Tensor:
     """KL of each position, [tokens - 1] fp64, over the scores' tokens and the rest.
 
+    Where the rest is less likely than `SMALL_REST` in both, it is left out and the others are normalised: the
+    difference of 1 and a sum of fp32 probabilities is mostly rounding there.
+
     Args:
         reference: [tokens, vocab] fp32 log-probabilities.
         scores: a server's.
     """
     p = reference[:-1].double().gather(1, scores.top_ids)
     q = scores.top.double()
-    inside = (p.exp() * (p - q)).sum(1)
-    tiny = torch.finfo(torch.float64).tiny
-    p_rest, q_rest = ((1 - part.exp().sum(1)).clamp(min=tiny) for part in (p, q))
-    # Fp32 log-probabilities of all tokens may add up to more than 1; then nothing is left for the rest.
-    rest = torch.where((p_rest < 1e-6) | (q_rest < 1e-6), 0, p_rest * (p_rest / q_rest).log())
-    return (inside + rest).clamp(min=0)
+    # Fp32 log-probabilities of all tokens may add up to more than 1.
+    p_rest, q_rest = ((1 - part.exp().sum(1)).clamp(min=ROUNDING) for part in (p, q))
+    with_rest = (p.exp() * (p - q)).sum(1) + p_rest * (p_rest / q_rest).log()
+    p, q = p.log_softmax(1), q.log_softmax(1)
+    without_rest = (p.exp() * (p - q)).sum(1)
+    return torch.where(torch.maximum(p_rest, q_rest) < SMALL_REST, without_rest, with_rest).clamp(min=0)
 
 
 def row(name: str, references: Sequence[Tensor], scores: Sequence[Scores]) -> Row:

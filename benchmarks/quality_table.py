@@ -26,6 +26,7 @@ configuration is beyond a bound, or lacks bits that it promises.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import sys
@@ -92,6 +93,11 @@ class Inputs:
     texts: list[Tensor]
     chats: list[Tensor]
     prompts: list[Tensor]
+
+    def digest(self) -> str:
+        """The same for the same tokens: the documents change."""
+        parts = [part.tolist() for part in (*self.texts, *self.chats, *self.prompts)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def inputs(
@@ -406,15 +412,18 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
         parser.error(f"no configuration has {chosen.only}; there are: {', '.join(one.name for one in offered)}")
     if wanted[0] is not offered[0]:
         wanted.insert(0, offered[0])  # whose bits the others are compared with
-    rows: dict[str, dict[str, Any]] = {}
+    given, rows = inputs(chosen.checkpoint), {}
     if chosen.add and chosen.out and chosen.out.exists():
-        rows = {one["name"]: one for one in json.loads(chosen.out.read_text())["rows"]}
+        before = json.loads(chosen.out.read_text())
+        if before["inputs"] != given.digest():
+            parser.error(f"{chosen.out} was measured with other documents: measure all rows again, without --add")
+        rows = {one["name"]: one for one in before["rows"]}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         start = start or (from_command if chosen.gpus else forked)
-        table = Table(chosen.checkpoint, folder, start, inputs(chosen.checkpoint))
+        table = Table(chosen.checkpoint, folder, start, given)
         print(
             f"{'':38} perplexity, KL/bound of text, chat, decode; same bits; KL in fp32 without quantisers", flush=True
         )
@@ -430,6 +439,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
             order = {each.name: number for number, each in enumerate(offered)}
             result = {
                 "checkpoint": chosen.checkpoint.name,
+                "inputs": given.digest(),
                 "text_tokens": TEXT_TOKENS,
                 "top": TOP,
                 "versions": versions(),

@@ -64,10 +64,7 @@ def needle(tokenizer: Tokenizer, length: int) -> Needle:
     rng = random.Random(f"needle {length}")
     of, number = rng.choice(words.NAMES), tasks.digits(rng, 5)
     line = ids(f"\nThe secret number of {of} is {number}.\n")
-    head, tail = (
-        ids("<｜begin▁of▁sentence｜><｜User｜>"),
-        ids(f"\n\nWhat is the secret number of {of}?<｜Assistant｜></think>"),
-    )
+    head, tail = ids(BOS + USER), ids(f"\n\nWhat is the secret number of {of}?{ASSISTANT}</think>")
     hay = ids("\n".join(path.read_text() for path in sorted(quality.DOCUMENTS.glob("*.md"))))
     begin, count = rng.randrange(len(hay) // 2), length - len(head) - len(line) - len(tail)
     at = begin + rng.randrange(count + 1)

@@ -36,7 +36,7 @@ def answer(logits: Logits, body: dict[str, Any], cached: int) -> dict[str, Any]:
     last = len(prompt) - 1
     info["output_token_logprobs"], info["output_top_logprobs"] = entries(logprobs[last:], tokens[last:])
     if start >= 0:
-        own, top = entries(logprobs[start : len(prompt)], prompt[start:])
+        own, top = entries(logits(prompt).log_softmax(-1)[start:], prompt[start:])
         info["input_token_logprobs"] = [[None, int(prompt[start]), None], *own]
         info["input_top_logprobs"] = [None, *top]
     return {"output_ids": tokens[len(prompt) :].tolist(), "meta_info": info}
