@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.seam.compat import place_of_rank
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def tell_every_rank(original: Callable[..., None], receiver: CommonKVReceiver, *
     if live_parts() is None or not unknown or receiver.abort_notified:
         return original(receiver, *args, **kwargs)
     found = (
-        receiver._get_bootstrap_info_from_server(rank, cp_rank, tp_rank, pp_rank)
+        place_of_rank(receiver, rank, cp_rank, tp_rank, pp_rank)
         for rank in range(info.dp_size)
         for cp_rank in info.target_cp_ranks
         for tp_rank in info.target_tp_ranks

@@ -103,7 +103,7 @@ def test_calls_that_move_a_part_of_the_bytes(
 def test_a_peer_that_does_not_answer_is_a_failure(
     engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It accepts the connection, and reads nothing: neither more bytes can be sent, nor does an answer come."""
+    """The peer accepts the connection, and reads nothing: neither more bytes can be sent, nor does an answer come."""
     monkeypatch.setattr(transfer_engine, "TIMEOUT_S", 1)
     source = bytes_of(1, 1 << 26)
     with socket.create_server((HOST, 0)) as server:
