@@ -10,7 +10,7 @@ from lib.contenders import contender
 
 COLD = "cold"
 TIERS = ("device", "host", "storage")
-"""Where a prefix lies that a request reuses, as `meta_info["prefix_cache"]` names it."""
+"""Places of a prefix that a request reuses, as `meta_info["prefix_cache"]` names them."""
 PREFIX_TOKENS = 512
 """Tokens of a window that are found in a cache: two pages."""
 EVERY_PAGE = {"SGLANG_DSV4_TAIL_INTERVAL": "256"}

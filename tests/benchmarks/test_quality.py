@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import quality
 import torch
+from lib import quality_figures as figures
 from model.oracle import FLASH_LIKE, QUANTISABLE, TransformersOracle, configuration, random_weights
 from model.reference import OFF, Reference
 from serving.logits_stand_in import Logits, served
@@ -66,7 +67,7 @@ FAULTS: dict[str, Callable[[], Logits]] = {
 }
 
 
-def rows(logits: Logits) -> list[quality.Row]:
+def rows(logits: Logits) -> list[figures.Row]:
     with served(logits) as url:
         return quality.compared(CONFIG, WEIGHTS, WINDOWS, {"server": url}, OFF, torch.float32)
 
@@ -75,7 +76,7 @@ def rows(logits: Logits) -> list[quality.Row]:
 def test_transformers_is_within_the_bound() -> None:
     oracle = TransformersOracle(CONFIG, WEIGHTS)
     reference, plain, server = rows(lambda ids: oracle.run(ids).logits)
-    assert reference.kl == plain.kl == 0 and quality.bound_of(plain) == quality.FLOOR
+    assert reference.kl == plain.kl == 0 and figures.bound_of(plain) == figures.FLOOR
     assert server.kl < 1e-8 and server.agreement > 0.99
     assert server.perplexity == pytest.approx(reference.perplexity, rel=1e-4)
 
@@ -85,19 +86,19 @@ def test_transformers_is_within_the_bound() -> None:
 )
 def test_a_planted_fault_is_beyond_the_bound(fault: str) -> None:
     _, plain, server = rows(FAULTS[fault]())
-    assert server.kl > 10 * quality.bound_of(plain), server
+    assert server.kl > 10 * figures.bound_of(plain), server
 
 
 def test_the_divergence_is_that_of_the_partition() -> None:
     """By hand: three tokens, of which the server reports two; and a uniform distribution has the vocabulary's size as
     perplexity."""
     p, q = torch.tensor([[0.5, 0.3, 0.2]] * 2), torch.tensor([[0.4, 0.4, 0.2]] * 2)
-    scores = quality.Scores(q[:1, 0].log(), torch.tensor([[0, 1]]), q[:1, :2].log())
+    scores = figures.Scores(q[:1, 0].log(), torch.tensor([[0, 1]]), q[:1, :2].log())
     expected = 0.5 * torch.tensor(0.5 / 0.4).log() + 0.3 * torch.tensor(0.3 / 0.4).log()
-    assert float(quality.divergence(p.log(), scores)[0]) == pytest.approx(float(expected), abs=1e-6)
+    assert float(figures.divergence(p.log(), scores)[0]) == pytest.approx(float(expected), abs=1e-6)
     uniform = torch.full((3, 8), 1 / 8).log()
     window = torch.tensor([0, 1, 2])
-    assert quality.row("", [uniform], [quality.scores_of(uniform, window)]).perplexity == pytest.approx(8)
+    assert figures.row("", [uniform], [figures.scores_of(uniform, window)]).perplexity == pytest.approx(8)
 
 
 @pytest.mark.slow
@@ -116,4 +117,4 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
             assert ("beyond the bound" in capsys.readouterr().out) == bool(status)
             assert [row["name"] for row in json.loads(out.read_text())["rows"]] == ["reference", "plain", "ours"]
     with pytest.raises(ValueError, match="windows of 4000 tokens need 8000 tokens, the text has"):
-        quality.windows(checkpoint, [text], 4000, 2)
+        figures.windows(checkpoint, [text], 4000, 2)

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import quality_table
 import torch
-from lib.quality_configurations import ON_A_CPU, ON_GPUS, Configuration
+from lib import quality_measuring as measuring
+from lib.quality_configurations import COLD, ON_A_CPU, ON_GPUS, PREFIX_TOKENS, Configuration
+from lib.quality_figures import Scores
 from model.oracle import read_dequantised
 from model.reference import FULL, OFF, Quant, Reference
-from quality import Scores
 from serving.logits_stand_in import served
 from torch import Tensor
 
@@ -43,13 +44,13 @@ def test_every_flag_is_sglangs() -> None:
 def test_results_are_within_their_bounds() -> None:
     result = json.loads((ROOT / "benchmarks/results/quality_cpu.json").read_text())
     assert [row["name"] for row in result["rows"]] == [one.name for one in ON_A_CPU]
-    assert not [line for row in result["rows"] for line in quality_table.problems(row)]
+    assert not [line for row in result["rows"] for line in measuring.problems(row)]
 
 
 def measured(**changed: Any) -> dict[str, Any]:
     """Return a row of the table in which everything is within its bound, but for what is `changed`."""
     figures = {kind: {"kl": 1e-3, "bound": 2e-3, "to_trained": 2e-3} for kind in ("text", "chat", "decode")}
-    fp32 = {"text": 1e-12, "bound": quality_table.FP32_BOUND}
+    fp32 = {"text": 1e-12, "bound": measuring.FP32_BOUND}
     row = {"name": "x", "contender": "ours", "same_bits": 1.0, "same_bits_promised": True, "fp32": fp32, **figures}
     return {**row, **changed}
 
@@ -65,8 +66,8 @@ def measured(**changed: Any) -> dict[str, Any]:
     ids=["KL", "NaN", "fp32", "bits"],
 )
 def test_a_figure_beyond_its_bound_is_named(changed: dict[str, Any], problem: str) -> None:
-    assert not quality_table.problems(measured())
-    (found,) = quality_table.problems(measured(**changed))
+    assert not measuring.problems(measured())
+    (found,) = measuring.problems(measured(**changed))
     assert problem in found
 
 
@@ -83,26 +84,26 @@ def test_ours_must_not_be_further_from_the_trained_model_than_the_builtin() -> N
 def test_bits_are_compared_by_position() -> None:
     """A server that was asked from a later position on is compared with the same positions of the first one."""
 
-    def asked(own: list[float], tokens: list[int], start: int) -> dict[str, quality_table.Asked]:
+    def asked(own: list[float], tokens: list[int], start: int) -> dict[str, measuring.Asked]:
         nothing = torch.empty(len(own), 0)
         scores = Scores(torch.tensor(own), nothing.long(), nothing)
-        return {"text": quality_table.Asked([scores], [torch.tensor(tokens)], [start])}
+        return {"text": measuring.Asked([scores], [torch.tensor(tokens)], [start])}
 
     first = asked([-1.0, -2.0, -3.0, -4.0], [5, 6, 7, 8, 9], 0)
-    assert quality_table.same_bits(first, first) == 1
-    assert quality_table.same_bits(asked([-3.0, -4.0], [5, 6, 7, 8, 9], 2), first) == 1
-    assert quality_table.same_bits(asked([-3.0, -4.1], [5, 6, 7, 8, 9], 2), first) == 0.5
-    assert quality_table.same_bits(asked([-3.0, -4.0], [5, 6, 7, 8, 1], 2), first) == 0.5
+    assert measuring.same_bits(first, first) == 1
+    assert measuring.same_bits(asked([-3.0, -4.0], [5, 6, 7, 8, 9], 2), first) == 1
+    assert measuring.same_bits(asked([-3.0, -4.1], [5, 6, 7, 8, 9], 2), first) == 0.5
+    assert measuring.same_bits(asked([-3.0, -4.0], [5, 6, 7, 8, 1], 2), first) == 0.5
 
 
 @pytest.mark.parametrize(
     ("tokens", "pages"), [(256, {"host": 256}), (512, {"device": 512}), (0, None)], ids=["few", "elsewhere", "none"]
 )
 def test_a_prefix_must_be_found_where_it_is_wanted(tokens: int, pages: dict[str, int] | None) -> None:
-    quality_table.require_hit("host", {"cached_tokens": 512, "prefix_cache": [{"pages_from": {"host": 512}}]})
+    measuring.require_hit("host", {"cached_tokens": 512, "prefix_cache": [{"pages_from": {"host": 512}}]})
     info = {"cached_tokens": tokens, "prefix_cache": [{"pages_from": pages}]}
-    with pytest.raises(quality_table.NoHitError, match="a prefix of 512 tokens should come from host"):
-        quality_table.require_hit("host", info)
+    with pytest.raises(measuring.NoHitError, match="a prefix of 512 tokens should come from host"):
+        measuring.require_hit("host", info)
 
 
 @cache
@@ -119,8 +120,8 @@ def test_the_command_of_a_gpu(
 ) -> None:
     """Servers are stand-ins: one computes the trained model in bf16, the other leaves the quantisers out."""
     for name, value in (("TEXT_TOKENS", 640), ("DECODED", 2)):
-        monkeypatch.setattr(quality_table, name, value)
-    few = quality_table.inputs(TRAINED, text_windows=1, conversations=1, prompts=(121,))
+        monkeypatch.setattr(measuring, name, value)
+    few = measuring.inputs(TRAINED, text_windows=1, conversations=1, prompts=(121,))
     monkeypatch.setattr(quality_table, "inputs", lambda _: few)
     started = []
 
@@ -129,11 +130,11 @@ def test_the_command_of_a_gpu(
         assert (checkpoint / "config.json").exists() and folder.is_dir()
         started.append((one.contender, one.environment(folder).get("SGLANG_DSV4_QAT")))
         quant = FULL if one.contender.startswith(better) else OFF
-        cached = quality_table.PREFIX_TOKENS if one.prefix != quality_table.COLD else 0
+        cached = PREFIX_TOKENS if one.prefix != COLD else 0
         with served(lambda tokens: logits_of(tuple(tokens.tolist()), quant), cached) as url:
             yield SimpleNamespace(url=url)
 
-    monkeypatch.setattr(quality_table, "lay_out", lambda *_: None)  # it waits for files
+    monkeypatch.setattr(measuring, "lay_out", lambda *_: None)  # it waits for files
     out = tmp_path / "out.json"
     arguments = [str(TRAINED), "--gpus", "2", "--folder", str(tmp_path / "logs"), "--out", str(out)]
     arguments += ["--only", "ours", "built-in, Marlin"]

@@ -1,6 +1,6 @@
 """Servers of the trained checkpoint compute its distributions: in every configuration, at every length, with drafts.
 
-`tests/sglang_dsv4/models/test_trained_quality.py` plants faults, which the same figures notice.
+`tests/sglang_dsv4/models/test_trained_figures.py` plants faults, which the same figures notice.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import quality
 import torch
+from lib import quality_figures as figures
 from lib.quality_configurations import EAGLE, EVERY_PAGE, ON_A_CPU, POOL, Configuration
+from lib.quality_measuring import FP32_BOUND, Table, forked, inputs, problems
 from model.compare import TOLERANCE
 from model.trained import TRAINED, Trained, verify_steps
-from quality_table import FP32_BOUND, Table, forked, inputs, problems
 from serving.server import SLEEP_ON_IDLE, Server, account, running_server
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -65,7 +65,7 @@ def needle(tokenizer: Tokenizer, length: int) -> Needle:
     of, number = rng.choice(words.NAMES), tasks.digits(rng, 5)
     line = ids(f"\nThe secret number of {of} is {number}.\n")
     head, tail = ids(BOS + USER), ids(f"\n\nWhat is the secret number of {of}?{ASSISTANT}</think>")
-    hay = ids("\n".join(path.read_text() for path in sorted(quality.DOCUMENTS.glob("*.md"))))
+    hay = ids("\n".join(path.read_text() for path in sorted(figures.DOCUMENTS.glob("*.md"))))
     begin, count = rng.randrange(len(hay) // 2), length - len(head) - len(line) - len(tail)
     at = begin + rng.randrange(count + 1)
     return Needle(torch.tensor([*head, *hay[begin:at], *line, *hay[at : begin + count], *tail]), number)
@@ -76,14 +76,14 @@ class Answered(NamedTuple):
 
     tokens: Tensor
     start: int
-    scores: quality.Scores
+    scores: figures.Scores
     text: str
 
 
 def asked(server: Server, tokenizer: Tokenizer, one: Needle) -> Answered:
-    result = quality.generate(server.url, one.tokens.tolist(), ANSWER_TOKENS)
+    result = figures.generate(server.url, one.tokens.tolist(), ANSWER_TOKENS)
     output, info = result["output_ids"], result["meta_info"]
-    scores = quality.scores_from(info["output_token_logprobs"], info["output_top_logprobs"])
+    scores = figures.scores_from(info["output_token_logprobs"], info["output_top_logprobs"])
     text = tokenizer.decode(output).split(".")[0]
     return Answered(torch.cat([one.tokens, torch.tensor(output)]), len(one.tokens), scores, text)
 
@@ -122,8 +122,8 @@ def test_needles_are_answered_as_by_the_reference(in_fp32: Server, tokenizer: To
         assert len(one.tokens) == length
         answered = asked(in_fp32, tokenizer, one)
         exact = reference.logprobs(answered.tokens, answered.start - 1)
-        figures = quality.row("", [exact], [answered.scores])
-        assert lost(exact, answered) <= 2 * TOLERANCE and figures.kl <= FP32_BOUND, (length, answered.text, figures)
+        found = figures.row("", [exact], [answered.scores])
+        assert lost(exact, answered) <= 2 * TOLERANCE and found.kl <= FP32_BOUND, (length, answered.text, found)
         right += one.number in answered.text
     assert right > len(lengths) / 2, f"{right} of {len(lengths)} are right: the prompts ask nothing that was learnt"
 
@@ -145,9 +145,9 @@ def test_needles_as_released_are_answered_as_roundings_allow(tokenizer: Tokenize
             moved = max(moved, float((margin - of_other[:, 0] + of_other[:, 1]).abs().max()))
             references.append(exact)
             found.append(answered)
-            plain.append(quality.scores_of(other, answered.tokens[answered.start - 1 :]))
-    bound = quality.bound_of(quality.row("plain", references, plain))
-    assert quality.row("", references, [one.scores for one in found]).kl <= bound
+            plain.append(figures.scores_of(other, answered.tokens[answered.start - 1 :]))
+    bound = figures.bound_of(figures.row("plain", references, plain))
+    assert figures.row("", references, [one.scores for one in found]).kl <= bound
     worst = max(lost(exact, one) for exact, one in zip(references, found, strict=True))
     assert worst <= 2 * moved, (worst, moved)
 
@@ -160,10 +160,10 @@ def test_drafts_are_accepted_as_by_the_equations_also_after_a_hit(tokenizer: Tok
     """In fp32 without quantisers: as many verify steps as the reference's MTP module needs for the same answers, cold
     and after a prefix was found on the device."""
     prompts = [needle(tokenizer, length).tokens for length in (601, 770, 1027)]
-    texts = quality.windows(TRAINED, sorted(quality.DOCUMENTS.glob("*.md")), 700, 2)
+    texts = figures.windows(TRAINED, sorted(figures.DOCUMENTS.glob("*.md")), 700, 2)
     with running_server(TRAINED, tmp_path / "log", *IN_FP32, *EAGLE, env=NO_QUANTISERS | EVERY_PAGE) as server:
         for prompt in [*prompts, *texts]:
-            cold, hit = (quality.generate(server.url, prompt.tolist(), 40) for _ in range(2))
+            cold, hit = (figures.generate(server.url, prompt.tolist(), 40) for _ in range(2))
             assert account(cold)["position"] == 0 and account(hit)["position"] >= 512
             assert hit["output_ids"] == cold["output_ids"]
             steps = [result["meta_info"]["spec_verify_ct"] for result in (cold, hit)]

@@ -28,7 +28,7 @@ from sglang_dsv4.layers import rope
 from sglang_dsv4.model_config.layer_kinds import CSA_RATIO
 
 STALE_EVERY, STALE_AT = 128, 5
-"""Of every 128 positions one keeps the ring row of the position 128 before."""
+"""One position in 128 keeps the ring row of the position 128 before."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def stale_ring_row(_: Harness) -> Iterator[None]:
 
 @contextmanager
 def indexer_off_by_one(harness: Harness) -> Iterator[None]:
-    """Of every chosen entry of a CSA layer the next one is read."""
+    """A CSA layer reads the entry after each chosen one."""
     select = type(harness.backend).select
 
     def off_by_one(*arguments: Any, **options: Any) -> Tensor:

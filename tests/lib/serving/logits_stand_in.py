@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
-from quality import scores_of
+from lib.quality_figures import scores_of
 from torch import Tensor
 
 Logits = Callable[[Tensor], Tensor]

@@ -2,7 +2,7 @@
 
 A window is served in chunks and, at its end, by decode steps; its KL to the reference is the mean over positions. In
 fp32 without quantisers every log-probability may be off by `TOLERANCE`. In bf16 with the release's quantisers the mean
-KL may be twice that of the reference in bf16. `tests/serving/test_quality.py` measures servers in every configuration.
+KL may be twice that of the reference in bf16. `tests/serving/test_figures.py` measures servers in every configuration.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import quality
 import torch
 import torch.nn.functional as F
+from lib import quality_figures as figures
+from lib.quality_measuring import FP32_BOUND, inputs
 from model.harness import Draft, Harness
 from model.oracle import read_dequantised
 from model.planted_faults import FAULTS, tap_of_another_layer, wrong_experts_scale
 from model.reference import FULL, OFF, Reference
-from quality_table import FP32_BOUND, inputs
 from torch import Tensor
 
 TRAINED = Path(__file__).resolve().parents[3] / "trained"
@@ -36,7 +36,7 @@ QUANT = {"off": OFF, "full": FULL}
 
 @cache
 def window() -> Tensor:
-    return quality.windows(TRAINED, sorted(quality.DOCUMENTS.glob("*.md")), TOKENS, 1)[0]
+    return figures.windows(TRAINED, sorted(figures.DOCUMENTS.glob("*.md")), TOKENS, 1)[0]
 
 
 @cache
@@ -68,7 +68,7 @@ def in_bf16() -> Harness:
 def kl(served: Harness, qat: str) -> float:
     """The mean KL of a served window."""
     logprobs = served.run(window(), chunk_tokens=CHUNK, decode_from=TOKENS - DECODED).log_softmax(-1)
-    return quality.row("", [expected(qat)], [quality.scores_of(logprobs, window())]).kl
+    return figures.row("", [expected(qat)], [figures.scores_of(logprobs, window())]).kl
 
 
 def test_in_fp32_it_is_the_reference(in_fp32: Harness) -> None:
@@ -76,9 +76,9 @@ def test_in_fp32_it_is_the_reference(in_fp32: Harness) -> None:
 
 
 def test_in_bf16_it_is_within_the_bound(in_bf16: Harness) -> None:
-    rounded = quality.scores_of(expected("full", torch.bfloat16), window())
-    plain = quality.row("", [expected("full")], [rounded])
-    assert kl(in_bf16, "full") <= quality.bound_of(plain)
+    rounded = figures.scores_of(expected("full", torch.bfloat16), window())
+    plain = figures.row("", [expected("full")], [rounded])
+    assert kl(in_bf16, "full") <= figures.bound_of(plain)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -110,8 +110,8 @@ def expected_drafts() -> list[tuple[Tensor, Tensor]]:
     """Return of each conversation the reference's own choices at positions 1.., and its MTP module's distributions."""
     found, model = [], reference_model("off")
     for tokens in conversations():
-        streams = model.streams(F.pad(tokens, (0, quality.SHORTEST)))[: len(tokens) - 1]  # no sequence is too short
-        choices = model.logits(F.pad(tokens, (0, quality.SHORTEST)))[1 : len(tokens) - 1].argmax(1)
+        streams = model.streams(F.pad(tokens, (0, figures.SHORTEST)))[: len(tokens) - 1]  # no sequence is too short
+        choices = model.logits(F.pad(tokens, (0, figures.SHORTEST)))[1 : len(tokens) - 1].argmax(1)
         found.append((choices, model.mtp_logits(model.mtp_streams(streams, tokens[1:])).log_softmax(-1)))
     return found
 
