@@ -114,7 +114,7 @@ ON_A_CPU: tuple[Configuration, ...] = (
     Configuration(
         "four groups, exchanged rows", _tp(4, "--attn-dp-size", "4", "--ep-size", "4"), _EXCHANGE, same_bits=True
     ),
-    Configuration("two stages", ("--pp-size", "2"), same_bits=True),
+    Configuration("two stages", ("--pp-size", "2"), {"SGLANG_PP_LAYER_PARTITION": "3,2"}, same_bits=True),
 )
 """Every configuration that is offered on a CPU. `trained` can be shared by at most two ranks."""
 

@@ -21,7 +21,7 @@ from lib import quality_measuring as measuring
 from lib.quality_configurations import COLD, ON_A_CPU, ON_GPUS, PREFIX_TOKENS, Configuration
 from lib.quality_figures import Scores
 from model.oracle import read_dequantised
-from model.reference import FULL, OFF, Quant, Reference
+from model.reference import FULL, Reference
 from serving.logits_stand_in import served
 from torch import Tensor
 
@@ -107,10 +107,10 @@ def test_a_prefix_must_be_found_where_it_is_wanted(tokens: int, pages: dict[str,
 
 
 @cache
-def logits_of(tokens: tuple[int, ...], quant: Quant) -> Tensor:
+def logits_of(tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     config = json.loads((TRAINED / "config.json").read_text())
     padded = torch.tensor([*tokens, *[0] * max(0, 128 - len(tokens))])
-    return Reference(config, read_dequantised(TRAINED), quant, torch.bfloat16).logits(padded)[: len(tokens)]
+    return Reference(config, read_dequantised(TRAINED), FULL, dtype).logits(padded)[: len(tokens)]
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def logits_of(tokens: tuple[int, ...], quant: Quant) -> Tensor:
 def test_the_command_of_a_gpu(
     better: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Servers are stand-ins: one computes the trained model in bf16, the other leaves the quantisers out."""
+    """Servers are stand-ins: one computes the trained model in fp32, the other in bf16."""
     for name, value in (("TEXT_TOKENS", 640), ("DECODED", 2)):
         monkeypatch.setattr(measuring, name, value)
     few = measuring.inputs(TRAINED, text_windows=1, conversations=1, prompts=(121,))
@@ -129,9 +129,9 @@ def test_the_command_of_a_gpu(
     def stand_in(one: Configuration, checkpoint: Path, folder: Path) -> Iterator[SimpleNamespace]:
         assert (checkpoint / "config.json").exists() and folder.is_dir()
         started.append((one.contender, one.environment(folder).get("SGLANG_DSV4_QAT")))
-        quant = FULL if one.contender.startswith(better) else OFF
+        dtype = torch.float32 if one.contender.startswith(better) else torch.bfloat16
         cached = PREFIX_TOKENS if one.prefix != COLD else 0
-        with served(lambda tokens: logits_of(tuple(tokens.tolist()), quant), cached) as url:
+        with served(lambda tokens: logits_of(tuple(tokens.tolist()), dtype), cached) as url:
             yield SimpleNamespace(url=url)
 
     monkeypatch.setattr(measuring, "lay_out", lambda *_: None)  # it waits for files
@@ -146,7 +146,7 @@ def test_the_command_of_a_gpu(
     assert last["configurations"] == len(wanted)
     beside = [line for line in last["beyond"] if "built-in" in line]
     assert bool(beside) == (better == "builtin") and status == int(bool(last["beyond"]))
-    if better == "ours":  # the stand-in is the plain reference
-        assert rows["ours"]["text"]["kl"] == pytest.approx(rows["ours"]["text"]["plain"])
+    expected = 0 if better == "ours" else rows["ours"]["text"]["plain"]
+    assert rows["ours"]["text"]["kl"] == pytest.approx(expected)
     with pytest.raises(SystemExit):
         quality_table.main([str(TRAINED), "--only", "no such"], stand_in)
