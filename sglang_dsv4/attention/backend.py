@@ -135,6 +135,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         assert self.forward_metadata is not None, "init_forward_metadata has not run for this forward"
         return self.forward_metadata
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current forward."""
+        return len(self.metadata.token_to_request)
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Derive the metadata of an eager forward.
 
