@@ -384,6 +384,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         sink: Tensor,
         scale: float,
         tokens: slice = ALL_TOKENS,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One softmax over window rows, entries and sink: [T, H, row_dim] in q's dtype.
 
@@ -395,6 +396,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             sink: [H] fp32.
             scale: factor of the scores.
             tokens: the slice of the forward's tokens that are in q and `selected`.
+            out: where to write the result, or None for new memory.
         """
         meta, pool = self.metadata, self.token_to_kv_pool
         ratio = pool.geometry.layer_ratio(layer_id)
@@ -417,6 +419,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             sink=sink,
             scale=scale,
             split_keys=meta.split_keys,
+            out=out,
             impl=self.attention_impl,
         )
 

@@ -144,6 +144,7 @@ class Attention(nn.Module):
         projected: tuple[Tensor, ...] | None,
         index_q: Tensor | None,
         rows: RowShards,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Store this forward's rows, entries and keys, and attend: the part of the sublayer that reads the batch.
 
@@ -155,6 +156,7 @@ class Attention(nn.Module):
             projected: products of the sublayer's input with the matrices of the compressor and the indexer, [T, ...].
             index_q: [own tokens, index heads, index_head_dim] in a CSA layer.
             rows: this rank's share of the rows.
+            out: where to write the result, or None for new memory.
 
         Returns:
             like q.
@@ -179,7 +181,8 @@ class Attention(nn.Module):
         if selected is not None and all_heads is None:
             selected = rows.gather(selected)
         sink = all_heads.sink if all_heads else self.attn_sink
-        return backend.attend(self.layer_id, rotated, window, selected, sink, self.config.softmax_scale, attends)
+        scale = self.config.softmax_scale
+        return backend.attend(self.layer_id, rotated, window, selected, sink, scale, attends, out)
 
     @graph_breaks.break_into
     def _attend_into(
@@ -197,15 +200,15 @@ class Attention(nn.Module):
         own = rows.of_first(tokens)
         mine = tokens if own.is_whole else own.own.stop - own.own.start
         of_queries = mine if self._all_heads(rows) else tokens
-        result = self.attend(
+        self.attend(
             q[:of_queries],
             kv[:tokens],
             positions[:tokens],
             projected and tuple(product[:tokens] for product in projected),
             None if index_q is None else index_q[:mine],
             own,
+            o[:of_queries],
         )
-        o[:of_queries].copy_(result)
         o[of_queries:].zero_()
 
     def _all_heads(self, rows: RowShards) -> AllHeads | None:

@@ -1,4 +1,4 @@
-"""Breaks in the CUDA graphs of a prefill: the attention of a layer, which depends on the batch, runs between two graphs.
+"""Breaks in the CUDA graphs of a prefill: a layer's attention, which depends on the batch, runs between two graphs.
 
 `warmup.prefill_graphs` records the rest of a forward, which depends on the number of tokens alone. At a break the
 graph ends; in a replay the function is called there as in a forward without graphs.

@@ -69,7 +69,7 @@ def reserve_admission_pages(
     return pool_configurator.reserve_admission_pages(result)
 
 
-def record_prefills(result: None, runner: ModelRunner) -> None:
+def record_prefills(result: None, runner: ModelRunner, **kwargs: Any) -> None:
     """Record CUDA graphs of prefills, if the model is ours."""
     if compat.is_ours(runner.model_config.hf_config.architectures):
         from sglang_dsv4.warmup import prefill_graphs

@@ -1,10 +1,10 @@
 """CUDA graphs of prefills: for some numbers of tokens, all of a forward but each layer's attention.
 
 A prefill of V4-Flash launches some 40 kernels a layer from Python. Where several ranks share the work, or a prompt is
-short, the host takes longer for that than the GPU for the kernels, and ranks wait for the slowest host. The work between
-two attention steps depends on the number of tokens only, so it is recorded once: from a layer's output projection over
-its experts to the next layer's projections. What depends on the batch (rows to store, entries to read, the indexer's
-choice) runs from Python between two graphs, as SGLang's breakable graphs do it (`layers.graph_breaks`).
+short, the host takes longer for the launches than the GPU for the kernels, and ranks wait for the slowest host. The
+work between two attention steps depends on the number of tokens only, so it is recorded once: from a layer's output
+projection over its experts to the next layer's projections. What depends on the batch (rows to store, entries to read,
+the indexer's choice) runs from Python between two graphs, by SGLang's breakable graphs (`layers.graph_breaks`).
 
 A batch is padded to the next recorded number of tokens. Padding tokens have id 0 at position 0; they store nothing, and
 no token reads them. Graphs share SGLang's memory pool of graphs, which holds the activations of the largest one.
@@ -89,11 +89,14 @@ class PrefillGraphs:
         self._replays: dict[int, Callable[[], None]] = {}
 
     def size_of(self, tokens: int) -> int | None:
-        """The number of tokens to which a batch is padded; None if it runs without graphs."""
+        """The number of tokens to which a batch is padded; None if it runs without graphs. Where rows are sharded,
+        every rank has a token."""
         i = bisect.bisect_left(self.sizes, tokens)
-        if i == len(self.sizes) or self.sizes[i] - tokens > MOST_PADDING * tokens:
+        if i == len(self.sizes):
             return None
-        return self.sizes[i]
+        rows = sequence_parallel.of_forward(ForwardMode.EXTEND, self.sizes[i])
+        padding, most = self.sizes[i] - tokens, MOST_PADDING * tokens
+        return self.sizes[i] if padding <= (most if rows.is_whole else min(most, rows.size - 1)) else None
 
     def record(self) -> None:
         """Record all sizes, the largest first: the others fit into its memory."""
