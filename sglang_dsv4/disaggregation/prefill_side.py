@@ -22,14 +22,21 @@ def send_prefix_early(original: Callable[..., None], scheduler: Scheduler, req: 
     """Send the pages of a reused prefix before the rest is computed, unless copies from host memory may still write
     them; then they are sent with the chunk.
 
+    Over NIXL nothing is sent early with overlapped scheduling: SGLang's sender waits there for no forward, and the one
+    before may still write the prefix.
+
     Around `maybe_send_cached_prefix_chunk`: SGLang knows the copies of its own controller only. Copies that wait are
     issued before the next forward. Copies that were issued are over at the end of the forward for which the sender
     waits; without overlapped scheduling it waits for no forward.
     """
+    from sglang.srt.disaggregation.utils import TransferBackend
+
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if isinstance(pool, Dsv4KVPool) and pool.page_copies is not None:
         copies = pool.page_copies
         allow_send = allow_send and copies.idle and (scheduler.enable_overlap or not copies.on_gpu)
+    if isinstance(pool, Dsv4KVPool) and scheduler.enable_overlap:
+        allow_send = allow_send and scheduler.transfer_backend is not TransferBackend.NIXL
     original(scheduler, req, allow_send=allow_send)
 
 

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from sglang_dsv4.disaggregation.ranks import count_replicas
 from sglang_dsv4.seam.install import set_attribute
 from sglang_dsv4.seam.live import live_parts
-from sglang_dsv4.seam.rows.disaggregation import HANDLES_ABORTS
+from sglang_dsv4.seam.rows.disaggregation import HANDLES_ABORTS, SOCKET
 
 if TYPE_CHECKING:
+    import zmq
     from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -130,7 +131,29 @@ def hear_under_lock(
     return rooms_of(manager).locked_after(receive)
 
 
-def hear_decode(handle: Callable[[list[bytes]], bool], manager: MooncakeKVManager) -> Callable[[list[bytes]], bool]:
+class LockedSocket:
+    """The socket at which NIXL's manager hears decode servers, with the rooms' lock held while a message is handled."""
+
+    def __init__(self, socket: zmq.Socket, rooms: Rooms) -> None:
+        self.recv_multipart = rooms.locked_after(socket.recv_multipart)
+
+
+def hear_nixl_under_lock(result: None, manager: CommonKVManager, *args: Any, **kwargs: Any) -> None:
+    """The same for NIXL's manager, which asks its socket itself; after `CommonKVManager.__init__`, before its threads
+    start."""
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    if isinstance(manager, NixlKVManager) and manager.disaggregation_mode.value == "prefill":
+        set_attribute(manager, HANDLES_ABORTS)
+        set_attribute(manager, SOCKET)
+
+
+def lock_socket(socket: zmq.Socket, manager: CommonKVManager) -> LockedSocket:
+    """The value of a NIXL manager's `server_socket`."""
+    return LockedSocket(socket, rooms_of(manager))
+
+
+def hear_decode(handle: Callable[[list[bytes]], bool], manager: CommonKVManager) -> Callable[[list[bytes]], bool]:
     """The manager's `_handle_abort_notification`, with an answer to messages about requests that are not here.
 
     SGLang's thread passes it every message that names pages or aborts a request. A decode server that names its pages
@@ -147,7 +170,6 @@ def hear_decode(handle: Callable[[list[bytes]], bool], manager: MooncakeKVManage
             return handle(msg)
         from sglang.srt.disaggregation.base import KVPoll
         from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortNotification
-        from sglang.srt.disaggregation.mooncake.conn import TransferInfo
 
         rooms = rooms_of(manager)
         if handle(msg):
@@ -155,14 +177,17 @@ def hear_decode(handle: Callable[[list[bytes]], bool], manager: MooncakeKVManage
             if abort is not None and rooms.end_there(abort.room):
                 for table in (manager.request_status, manager.transfer_infos, manager.req_to_decode_prefix_len):
                     table.pop(abort.room, None)
+                with manager.failure_lock:
+                    manager.failure_records.pop(abort.room, None)
             return True
+        transfer_info, msg = _format_of(manager, msg)
         if not msg[0].isdigit():  # the registration of a decode server, which names no room
             return False
         room = int(msg[0])
         reason = rooms.why_ended(room)
         if reason is None:
             return False
-        info = TransferInfo.from_zmq(msg)
+        info = transfer_info.from_zmq(msg)
         manager.send_kv_status_message(
             targets=[] if info.is_dummy else [(info.endpoint, info.dst_port)],
             bootstrap_room=room,
@@ -172,6 +197,17 @@ def hear_decode(handle: Callable[[list[bytes]], bool], manager: MooncakeKVManage
         return True
 
     return hear
+
+
+def _format_of(manager: CommonKVManager, msg: list[bytes]) -> tuple[type, list[bytes]]:
+    """The class of the manager's messages that name pages, and the message without the frame that NIXL puts first."""
+    from sglang.srt.disaggregation.mooncake.conn import TransferInfo as MooncakeInfo
+    from sglang.srt.disaggregation.nixl.conn import GUARD, NixlKVManager
+    from sglang.srt.disaggregation.nixl.conn import TransferInfo as NixlInfo
+
+    if isinstance(manager, NixlKVManager):
+        return NixlInfo, msg[1:] if msg[0] == GUARD else msg
+    return MooncakeInfo, msg
 
 
 def open_room(
@@ -185,6 +221,7 @@ def open_room(
 
     if live_parts() is None:
         return original(sender, mgr, *args, **kwargs)
+    count_replicas(mgr)
     rooms = rooms_of(mgr)
     with rooms.locked():
         original(sender, mgr, *args, **kwargs)

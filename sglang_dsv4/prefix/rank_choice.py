@@ -14,8 +14,8 @@ share is computed on a second rank once the first has some requests more.
 
     SGLANG_DSV4_RANK_CHOICE    prefix: as above (default). sglang: by `--load-balance-method` alone.
 
-It replaces the methods `auto` and `round_robin` of `--load-balance-method`; the others, `routed_dp_rank`, health checks
-and the rooms of disaggregation are served by SGLang. This code runs in SGLang's controller process.
+It replaces the methods `auto` and `round_robin` of `--load-balance-method`, on prefill and decode servers, too; the
+others, `routed_dp_rank` and health checks are served by SGLang. This code runs in SGLang's controller process.
 """
 
 from __future__ import annotations

@@ -77,6 +77,16 @@ def grammar_compiler(backend: Any) -> tuple[Callable[[tuple[str, str], bool], An
     return backend._init_value_dispatch, backend.executor._max_workers
 
 
+def place_of_rank(receiver: Any, *rank: int) -> dict[str, Any] | None:
+    """The address of a rank of a receiver's prefill server; None if its bootstrap server does not know it.
+
+    Args:
+        receiver: a `CommonKVReceiver`.
+        rank: its numbers of data parallelism, context parallelism, tensor parallelism and stages.
+    """
+    return receiver._get_bootstrap_info_from_server(*rank)
+
+
 def is_ours(architectures: list[str] | None) -> bool:
     """Whether this package serves a model of these architectures."""
     return any(architecture in ARCHITECTURES for architecture in architectures or ())

@@ -116,6 +116,10 @@ def default_arguments(
         defaults["radix_cache_backend"] = NAME
     if arguments.attn_dp_size > 1:
         defaults["enable_dp_lm_head"] = True  # a group of ranks makes the logits of its own requests
+    if chooses_ranks_by_prefix(arguments) and arguments.disaggregation_mode == "prefill":
+        # SGLang's default there is the rank that the room's number names. Under the name `round_robin`
+        # `prefix.rank_choice` chooses, and the decode server asks which rank has the room.
+        defaults["load_balance_method"] = "round_robin"
     if arguments.device == "cuda" and arguments.tp_size > 1 and env.choice("SGLANG_DSV4_ALL_REDUCE") != "sglang":
         # Our kernel sums what FlashInfer's would, which needs memory of its own and, on Hopper, NVLink multicast.
         defaults["enforce_disable_flashinfer_allreduce_fusion"] = True
@@ -132,3 +136,9 @@ def default_arguments(
             # SGLang does the same for EAGLE on a CPU; a prefill server's overlapping loop makes events of a GPU.
             defaults["disable_overlap_schedule"] = True
     return defaults
+
+
+def chooses_ranks_by_prefix(arguments: Any) -> bool:  # ServerArgs, or SGLang's view of it
+    """Whether there are ranks with requests of their own, and their user leaves the choice to this package."""
+    several = arguments.dp_size * arguments.attn_dp_size > 1
+    return several and arguments.load_balance_method == "auto" and env.choice("SGLANG_DSV4_RANK_CHOICE") != "sglang"

@@ -309,6 +309,12 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
     from sglang.srt.environ import envs
 
     groups, ranks = arguments.attn_dp_size, arguments.tp_size
+    rooms_choose = arguments.load_balance_method == "follow_bootstrap_room"
+    if rooms_choose and arguments.disaggregation_mode == "null" and groups * arguments.dp_size > 1:
+        raise ValueError(
+            "sglang-dsv4 does not support --load-balance-method follow_bootstrap_room without --disaggregation-mode: a "
+            "request without a room would end the server; leave it out"
+        )
     if groups == 1:
         return
     if groups < 1 or ranks % groups:
@@ -346,8 +352,8 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
 BETWEEN_SERVERS = (
     Refusal(
         "--disaggregation-transfer-backend",
-        other_than("mooncake", "mooncake_tcp"),
-        "only Mooncake's transfers were tested; use mooncake or mooncake_tcp",
+        other_than("mooncake", "mooncake_tcp", "nixl"),
+        "only Mooncake's and NIXL's transfers were tested; use mooncake, mooncake_tcp or nixl",
     ),
     Refusal("--disaggregation-decode-allocation-policy", other_than("early"), UNTESTED),
     *flags("--disaggregation-decode-enable-offload-kvcache --disaggregation-enable-kv-checksum", bool, UNTESTED),
@@ -358,7 +364,7 @@ BETWEEN_SERVERS = (
     ),
     Refusal("--disaggregation-decode-host-receive-threshold", other_than(1, 1.0), UNTESTED),
     *flags("--optimistic-prefill-attempts", above(0), UNTESTED),
-    *flags("--nnodes --dp-size --attn-dp-size", above(1), "start a pair of servers for each; leave it out"),
+    Refusal("--nnodes", above(1), "start a pair of servers for each host; leave it out"),
     Refusal("--enable-memory-saver", bool, UNTESTED),
 )
 """Refused with --disaggregation-mode."""

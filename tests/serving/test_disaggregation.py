@@ -13,13 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from serving.pair import Pair, Served, running_pair
+from serving.pair import NIXL, Pair, Served, needs_nixl, running_pair
 from serving.server import (
     READY_TIMEOUT_S,
     SLEEP_ON_IDLE,
@@ -51,15 +52,26 @@ KINDS: dict[str, tuple[str, ...]] = {
     "deterministic": ("--enable-deterministic-inference",),
     "EAGLE": drafting_flags("EAGLE"),
     "DSPARK": drafting_flags("DSPARK"),
+    "nixl-fp8": (*NIXL, "--kv-cache-dtype", "fp8_e4m3"),
+    "nixl-EAGLE": (*NIXL, *drafting_flags("EAGLE")),
 }
 LENGTHS = (1, 2, 40, *(end + by for end in (128, 256, CHUNK, 768, 2 * CHUNK) for by in (-1, 0, 1)))
 """Around the window, a page and the ends of chunks."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def algorithm(kind: str) -> str | None:
+    """Return the algorithm by which a kind of server drafts."""
+    name = kind.removeprefix("nixl-")
+    return name if name in ALGORITHMS else None
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=needs_nixl if kind.startswith("nixl") else ()) for kind in KINDS],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder, kind = tmp_path_factory.mktemp("pair"), request.param
-    write_checkpoint(folder / "model", ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"])
+    write_checkpoint(folder / "model", ALGORITHMS[algorithm(kind)][0] if algorithm(kind) else PRESETS["tiny"])
     flags = (*FLAGS, *KINDS[kind], "--enable-metrics")
     with (
         running_pair(folder / "model", folder, *flags, decode=RADIX) as pair,
@@ -121,7 +133,7 @@ def test_a_conversation_hits_and_has_the_bits_of_one_server(served: Served, deco
 
 def test_draws_and_penalties_go_on_after_the_transfer(served: Served) -> None:
     """The prefill server draws the first token, the decode server counts it."""
-    if served.kind in ALGORITHMS:
+    if algorithm(served.kind):
         pytest.skip("drafts are accepted with draws of their own, which have no seed")
     drawn = {"temperature": 0.8, "sampling_seed": 7, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
     for length in (5, 300):
@@ -152,14 +164,22 @@ def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Pat
             assert (answer, found["pages_from"]) == (expected, {"storage": 768})
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-to-1", "1-to-2"])
-def test_sides_may_have_other_numbers_of_ranks(tmp_path: Path, ranks: tuple[int, int]) -> None:
-    """Pools are equal on all ranks. Ranks add in another order, so only tokens are equal, of a model in fp32."""
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 2), (1, 1)), ((1, 1), (2, 2)), ((4, 2), (2, 1))],
+    ids=["2-to-1", "1-to-2", "2 groups-to-1", "1-to-2 groups", "2 groups of 2-to-2"],
+)
+def test_sides_may_have_other_numbers_of_ranks(
+    tmp_path: Path, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    """Ranks, and groups of ranks with requests of their own. Pools are equal on all ranks of a group. Ranks add in
+    another order, so only tokens are equal, of a model in fp32."""
     checkpoint = tmp_path / "model"
-    write_checkpoint(checkpoint, PRESETS["tiny"], quantised=False)
-    prefill, decode = (("--tp-size", str(count)) for count in ranks)
+    ranks = max(prefill[0], decode[0])
+    write_checkpoint(checkpoint, replace(PRESETS["tiny"], moe_intermediate_size=128 * ranks), quantised=False)
+    flags = [("--tp-size", str(count), "--attn-dp-size", str(groups)) for count, groups in (prefill, decode)]
     prompts = [some(seed, length) for seed, length in enumerate((40, 256, 700))]
-    with running_pair(checkpoint, tmp_path, *FLAGS, prefill=prefill, decode=decode) as pair:
+    with running_pair(checkpoint, tmp_path, *FLAGS, prefill=flags[0], decode=flags[1]) as pair:
         answers = [pair.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]
     with running_server(checkpoint, tmp_path / "one", *FLAGS, SLEEP_ON_IDLE) as one:
         assert answers == [one.generate(prompt, max_new_tokens=24)["output_ids"] for prompt in prompts]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import requests
-from serving.pair import Pair, running_pair, started_side
+from serving.pair import NIXL, Pair, needs_nixl, running_pair, started_side
 from serving.server import SLEEP_ON_IDLE, Server, output_logprobs, running_server, wait_until
 from serving.speculation import drafting_flags
 
@@ -73,7 +73,11 @@ def test_a_retracted_request_goes_on(
         assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
 
 
-def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+TRANSPORTS = [pytest.param((), id="sockets"), pytest.param(NIXL, id="nixl", marks=needs_nixl)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path, transport: tuple[str, ...]) -> None:
     """Requests end at any moment: while they wait, compute, travel and decode. Others get their slots and pages, and
     the answers of one server."""
     rng = random.Random(5)
@@ -82,7 +86,7 @@ def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path)
     aborted = {i: rng.random() * 2 for i in range(len(prompts)) if rng.random() < 0.5}
     kept = [prompt for i, prompt in enumerate(prompts) if i not in aborted]
     expected = expected_of(checkpoint, tmp_path / "one", kept, 24)
-    with running_pair(checkpoint, tmp_path, *FLAGS, decode=RADIX) as pair:
+    with running_pair(checkpoint, tmp_path, *FLAGS, *transport, decode=RADIX) as pair:
 
         def ask(i: int) -> Any:
             rid = f"request-{i}"
@@ -98,9 +102,12 @@ def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path)
         assert bits(pair.generate(kept[0], max_new_tokens=24)) == expected[0]
 
 
-def test_a_request_that_ends_on_the_prefill_side_ends_on_both(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_request_that_ends_on_the_prefill_side_ends_on_both(
+    checkpoint: Path, tmp_path: Path, transport: tuple[str, ...]
+) -> None:
     """No first token can be drawn: the client hears it from the decode server, at once and with the reason."""
-    with running_pair(checkpoint, tmp_path, *FLAGS) as pair:
+    with running_pair(checkpoint, tmp_path, *FLAGS, *transport) as pair:
         begin = time.monotonic()
         response = pair.post(some(1, 300), stop_token_ids=list(range(1024)), min_new_tokens=3)
         assert time.monotonic() - begin < 60
@@ -130,12 +137,16 @@ def kill(server: Server) -> None:
     os.killpg(server.process.pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_dead_peer_is_an_error_and_then_another_serves(checkpoint: Path, tmp_path: Path, side: str) -> None:
+def test_a_dead_peer_is_an_error_and_then_another_serves(
+    checkpoint: Path, tmp_path: Path, side: str, transport: tuple[str, ...]
+) -> None:
     """The requests end with an error, the other server loses nothing, and serves with a new peer."""
     prompts = [some(seed, length) for seed, length in enumerate((1030, 700, 300, 40))]
     expected = expected_of(checkpoint, tmp_path / "one", prompts, 12)
-    with running_pair(checkpoint, tmp_path, *FLAGS, env=HEARTBEATS) as pair:
+    flags = (*FLAGS, *transport)
+    with running_pair(checkpoint, tmp_path, *flags, env=HEARTBEATS) as pair:
         assert bits(pair.generate(prompts[3], max_new_tokens=12)) == expected[3]
         dead = getattr(pair, side)
         results: list[Any] = []
@@ -161,7 +172,7 @@ def test_a_dead_peer_is_an_error_and_then_another_serves(checkpoint: Path, tmp_p
             assert all(isinstance(result, requests.RequestException) for result in results)
         survivor = pair.decode if side == "prefill" else pair.prefill
         assert is_idle_and_sound(survivor)
-        with started_side(checkpoint, tmp_path / "again", side, pair.bootstrap_port, *FLAGS, env=HEARTBEATS) as new:
+        with started_side(checkpoint, tmp_path / "again", side, pair.bootstrap_port, *flags, env=HEARTBEATS) as new:
             setattr(pair, side, new)
             wait_until(lambda: pair.post(prompts[3], max_new_tokens=12).status_code == 200)
             for prompt, answer in zip(prompts, expected, strict=True):

@@ -7,6 +7,8 @@ from sglang_dsv4.seam.hook_kinds import ASKS_PLATFORM, NOT_FINITE, REQUESTS, SCH
 HOST_INDICES = "supports_host_tensor_indices"
 CARRIES_REASON = "kv_status_msg_carries_reason"
 HANDLES_ABORTS = "_handle_abort_notification"
+SOCKET = "server_socket"
+REGISTERS_BUFFERS = "register_buffer_to_engine"
 
 _SGLANG = "sglang.srt.disaggregation"
 _MOONCAKE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine"
@@ -47,7 +49,15 @@ DISAGGREGATION = (
     Hook(f"{_SGLANG}.mooncake.conn.MooncakeKVManager.{HANDLES_ABORTS}", Kind.ATTRIBUTE, Process.SCHEDULER,
          f"{_OURS}.rooms:hear_decode",
          "a request that ends on one server before the other knows of it ends there, too, and not after minutes "
-         "(`disaggregation.rooms.hear_under_lock`)", "SGLang remembers rooms that have ended"),
+         "(`disaggregation.rooms.hear_under_lock`, `disaggregation.rooms.hear_nixl_under_lock`)",
+         "SGLang remembers rooms that have ended"),
+    Hook(f"{_SGLANG}.common.conn.CommonKVManager.__init__", Kind.AFTER, Process.SCHEDULER,
+         f"{_OURS}.rooms:hear_nixl_under_lock", "NIXL's manager gets its attributes before its threads start",
+         "SGLang's scheduler and its thread share a lock"),
+    Hook(f"{_SGLANG}.common.conn.CommonKVManager.{SOCKET}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         f"{_OURS}.rooms:lock_socket",
+         "no room ends while a message about it is handled, over NIXL (`disaggregation.rooms.hear_nixl_under_lock`)",
+         "SGLang's scheduler and its thread share a lock"),
     Hook(f"{_SGLANG}.common.conn.CommonKVManager._make_worker_recv", Kind.AROUND, Process.SCHEDULER,
          f"{_OURS}.rooms:hear_under_lock", "no room ends while a decode server's message about it is handled",
          "SGLang's scheduler and its thread share a lock"),
@@ -57,6 +67,10 @@ DISAGGREGATION = (
     Hook(f"{_SGLANG}.common.conn.CommonKVSender.clear", Kind.AROUND, Process.SCHEDULER,
          f"{_OURS}.rooms:end_room", "rooms that have ended by a timeout are remembered, too",
          "SGLang remembers rooms that have ended"),
+    Hook(f"{_SGLANG}.common.conn.CommonKVReceiver.ensure_abort_notified", Kind.AROUND, Process.SCHEDULER,
+         f"{_OURS}.ranks:tell_every_rank",
+         "a prefill server with data-parallel ranks is told of an abort before the request's rank is known",
+         "SGLang tells all ranks"),
     *(
         Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin.{name}", Kind.AFTER, Process.SCHEDULER,
              f"{_OURS}.rooms:forget_aborted", "the rooms of aborted requests are forgotten",
@@ -85,6 +99,13 @@ DISAGGREGATION = (
     Hook(f"{_MOONCAKE}.__init__", Kind.BEFORE, Process.SCHEDULER, f"{_ENGINE}:prepare",
          "transfers over TCP on a CPU where Mooncake is not installed", "SGLang has a transfer engine for CPUs",
          only_cpu=True),
+    Hook(f"{_SGLANG}.common.conn.CommonKVManager.__init__", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.cpu.nixl_memory:prepare", "NIXL's manager gets the attribute below", ASKS_PLATFORM,
+         only_cpu=True),
+    Hook(f"{_SGLANG}.nixl.conn.NixlKVManager.{REGISTERS_BUFFERS}", Kind.ATTRIBUTE, Process.SCHEDULER,
+         "sglang_dsv4.cpu.nixl_memory:register_host_memory",
+         "pools are registered as host memory; SGLang registers all as a GPU's (`cpu.nixl_memory.prepare`)",
+         ASKS_PLATFORM, only_cpu=True),
     *(
         Hook(f"{_SGLANG}.{mixin}", Kind.AFTER, Process.SCHEDULER, "sglang_dsv4.cpu.overrides:rest_while_transferring",
              "SGLang's loop takes a core that the other server needs", "the loop waits for transfers", only_cpu=True)

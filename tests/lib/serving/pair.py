@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import requests
 from serving.server import SLEEP_ON_IDLE, Server, free_port, running_server
 
 HOST = "127.0.0.1"
 TRANSFER = ("--disaggregation-transfer-backend", "mooncake_tcp")
+NIXL = ("--disaggregation-transfer-backend", "nixl")  # after `TRANSFER` it counts
+needs_nixl = pytest.mark.skipif(
+    find_spec("nixl") is None, reason="needs NIXL: pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1"
+)
 # The address by which SGLang's processes find each other; without it they ask for a route to the internet.
 ENV = {"SGLANG_HOST_IP": HOST}
 _rooms = itertools.count(1)
@@ -47,12 +53,19 @@ class Pair:
         self, input_ids: list[int], rid: str | None = None, **sampling_params: Any
     ) -> tuple[requests.Response, Future[requests.Response]]:
         """Send a request to both servers; return the decode server's response, and the prefill server's to come."""
-        room = next(_rooms)
-        sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
-        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "rid": rid}
-        body |= {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+        body = self.body(input_ids, rid, **sampling_params)
         at_prefill = self.answers.submit(requests.post, f"{self.prefill.url}/generate", json=body, timeout=300)
         return requests.post(f"{self.decode.url}/generate", json=body, timeout=300), at_prefill
+
+    def body(self, input_ids: list[int], rid: str | None = None, **sampling_params: Any) -> dict[str, Any]:
+        """Return a request in a new room."""
+        sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
+        body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "rid": rid}
+        return body | {
+            "bootstrap_host": HOST,
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": next(_rooms),
+        }
 
 
 class Served(NamedTuple):

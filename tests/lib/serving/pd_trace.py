@@ -3,6 +3,8 @@
     PYTHONPATH=tests/lib python -m serving.pd_trace [--requests 5000] [--seed 1] [--kills 6] [--minutes M]
         [--out FILE.json] [-- flags of all servers]
 
+The flags may give each server ranks with requests of their own, for example `--dp-size 2`.
+
 One server answers every case first, outside the trace. In the trace each answer must have the same bits, tokens and
 log-probabilities; an aborted request's answer must be a beginning of it. In the end both servers must be idle and hold
 nothing: rooms, request slots, pages, rows of metadata. Needs `sglang-router`, in the version of
@@ -479,6 +481,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="keeps the servers' logs; an empty folder")
     arguments, flags = parser.parse_known_args()
+    flags = [flag for flag in flags if flag != "--"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

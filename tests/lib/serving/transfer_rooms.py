@@ -1,7 +1,7 @@
 """Counts of what a prefill or decode server holds for requests: rooms, slots, pages and queues, in a file.
 
-In a server's scheduler this module is a plugin of SGLang, found through PYTHONPATH. It writes the counts twice a
-second to the file that PYTEST_TRANSFER_ROOMS names, with the side in place of {side}.
+In a server's schedulers this module is a plugin of SGLang, found through PYTHONPATH. Each rank writes its counts twice
+a second to the file that PYTEST_TRANSFER_ROOMS names, with the side in place of {side} and its numbers of {rank}.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,20 @@ def install(folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transfer-rooms\nVersion: 1\n")
     (info / "entry_points.txt").write_text(ENTRY_POINT)
     (folder / "transfer_rooms.py").write_text(Path(__file__).read_text())
-    return {"PYTHONPATH": str(folder), FILE: str(folder / "{side}.json")}
+    return {"PYTHONPATH": str(folder), FILE: str(folder / "{side}-{rank}.json")}
 
 
 def counts(folder: Path, side: str) -> dict[str, int]:
-    """Return the newest counts of a side, `prefill` or `decode`, that were written after this call."""
-    file, begin = folder / f"{side}.json", time.time()
+    """Return the newest counts of a side, `prefill` or `decode`, that were written after this call: sums over ranks."""
+    begin, sums = time.time(), Counter()
     while time.time() - begin < 60:
-        if file.exists() and file.stat().st_mtime > begin + PERIOD_S:
-            return json.loads(file.read_text())
+        files = list(folder.glob(f"{side}-*.json"))
+        if files and all(file.stat().st_mtime > begin + PERIOD_S for file in files):
+            for file in files:
+                sums.update(json.loads(file.read_text()))
+            return dict(sums)
         time.sleep(PERIOD_S)
-    raise AssertionError(f"the {side} server has written no counts for a minute")
+    raise AssertionError(f"a rank of the {side} server has written no counts for a minute")
 
 
 def setup() -> None:
@@ -60,7 +64,11 @@ def begin(result: Any, scheduler: Any) -> None:
 
 
 def write_always(scheduler: Any, side: str) -> None:
-    file = Path(os.environ[FILE].replace("{side}", side))
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    rank = f"{parallel.dp_rank or 0}-{parallel.tp_rank}"
+    file = Path(os.environ[FILE].replace("{side}", side).replace("{rank}", rank))
     while True:
         time.sleep(PERIOD_S)
         try:

@@ -7,8 +7,9 @@ import itertools
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -56,13 +57,16 @@ def test_many_small_blocks_arrive_in_few_system_calls(
     engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of every size from 0 on, in another order at the receiver, and more than one call takes. A prompt's pages
-    are thousands of blocks, and a call for each has a third of the rate of one large block."""
+    are thousands of blocks; a call for each had a third of the rate of one large block, and Python for each a half."""
     sender, receiver = engines
     calls: list[int] = []
-    monkeypatch.setattr(
-        transfer_engine, "_send_all", lambda *args, send=transfer_engine._send_all: (calls.append(1), send(*args))
-    )
-    lengths = [i % 700 for i in range(1500)]
+
+    def counted(*args: Any, send: Callable[..., int] = transfer_engine._send) -> int:
+        calls.append(1)
+        return send(*args)
+
+    monkeypatch.setattr(transfer_engine, "_send", counted)
+    lengths = [i % 700 for i in range(2500)]
     source, target = bytes_of(1, sum(lengths)), torch.zeros(sum(lengths), dtype=torch.uint8)
     receiver.register_memory(target.data_ptr(), target.nbytes)
     begins = [0, *itertools.accumulate(lengths)][:-1]
@@ -71,7 +75,42 @@ def test_many_small_blocks_arrive_in_few_system_calls(
     assert sender.batch_transfer_sync_write(session(receiver), addresses, places, lengths) == 0
     for begin, goal, length in zip(begins, goals, lengths, strict=True):
         assert torch.equal(target[goal : goal + length], source[begin : begin + length])
-    assert len(calls) == -(-1500 // transfer_engine.AT_ONCE)
+    assert len(calls) == 3
+
+
+def test_calls_that_move_a_part_of_the_bytes(
+    engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call sends, or receives, only some bytes: it ends inside of a block, at its end, or at an empty block."""
+    sender, receiver = engines
+    call = transfer_engine._call
+
+    def some_bytes(name: str, connection: socket.socket, blocks: transfer_engine.Blocks, flags: int) -> int:
+        part = blocks[:1].copy()
+        part[0, 1] = min(part[0, 1], 97)
+        return call(name, connection, part, flags)
+
+    monkeypatch.setattr(transfer_engine, "_call", some_bytes)
+    lengths = [0, 1, 97, 98, 0, 0, 194, 300, 0]
+    source, target = bytes_of(1, sum(lengths)), torch.zeros(sum(lengths) + 9, dtype=torch.uint8)
+    receiver.register_memory(target.data_ptr(), target.nbytes)
+    begins = [0, *itertools.accumulate(lengths)][:-1]
+    addresses, places = ([of.data_ptr() + begin for begin in begins] for of in (source, target))
+    assert sender.batch_transfer_sync_write(session(receiver), addresses, places, lengths) == 0
+    assert torch.equal(target[:-9], source) and not target[-9:].any()
+
+
+def test_a_peer_that_does_not_answer_is_a_failure(
+    engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer accepts the connection, and reads nothing: neither more bytes can be sent, nor does an answer come."""
+    monkeypatch.setattr(transfer_engine, "TIMEOUT_S", 1)
+    source = bytes_of(1, 1 << 26)
+    with socket.create_server((HOST, 0)) as server:
+        peer = f"{HOST}:{server.getsockname()[1]}"
+        for length in (source.nbytes, 16):
+            assert engines[0].transfer_sync_write(peer, source.data_ptr(), 0, length) == -1
+    assert caplog.text.count(f"a transfer to {peer} failed") == 2
 
 
 @pytest.mark.parametrize("shift", [-1, 1], ids=["before", "after"])

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+from sglang.srt.disaggregation.utils import TransferBackend
 from sglang.srt.mem_cache import common
 from torch import Tensor
 
@@ -126,16 +127,33 @@ def test_our_pools_copy_a_retracted_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("idle", "overlap", "on_gpu", "sent"),
-    [(True, True, True, True), (False, True, True, False), (True, False, True, False), (True, False, False, True)],
-    ids=["nothing waits", "a copy waits", "no event to wait for", "on a CPU copies are done"],
+    ("idle", "overlap", "on_gpu", "backend", "sent"),
+    [
+        (True, True, True, "mooncake", True),
+        (False, True, True, "mooncake", False),
+        (True, False, True, "mooncake", False),
+        (True, False, False, "mooncake", True),
+        (True, True, True, "nixl", False),
+        (True, False, False, "nixl", True),
+    ],
+    ids=[
+        "nothing waits",
+        "a copy waits",
+        "no event to wait for",
+        "on a CPU copies are done",
+        "NIXL waits for no event",
+        "NIXL on a CPU",
+    ],
 )
-def test_a_prefix_is_not_sent_before_it_is_there(idle: bool, overlap: bool, on_gpu: bool, sent: bool) -> None:
+def test_a_prefix_is_not_sent_before_it_is_there(
+    idle: bool, overlap: bool, on_gpu: bool, backend: str, sent: bool
+) -> None:
     pool, early = small_pool(), []
     pool.page_copies = SimpleNamespace(idle=idle, on_gpu=on_gpu)
     scheduler = SimpleNamespace(
         enable_overlap=False,
         enable_staging=False,
+        transfer_backend=TransferBackend(backend),
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool, page_size=256),
         send_kv_chunk=lambda req, last_chunk, end_idx: early.append(end_idx),
     )

@@ -259,7 +259,7 @@ def test_unsupported_flags_are_refused_by_name(field: str, value: object, flag: 
 
 
 BETWEEN_SERVERS = {
-    "disaggregation_transfer_backend": "nixl",
+    "disaggregation_transfer_backend": "mori",
     "disaggregation_decode_allocation_policy": "prefill_complete",
     "disaggregation_decode_enable_offload_kvcache": True,
     "disaggregation_enable_kv_checksum": True,
@@ -267,8 +267,6 @@ BETWEEN_SERVERS = {
     "disaggregation_decode_host_receive_threshold": 0.5,
     "optimistic_prefill_attempts": 1,
     "nnodes": 2,
-    "dp_size": 2,
-    "attn_dp_size": 2,
     "enable_memory_saver": True,
 }
 
@@ -336,6 +334,16 @@ def test_stages_that_cannot_share_the_model_are_refused_in_the_launcher(
         resolved(pp_size=size)
 
 
+def test_rooms_choose_the_rank_between_servers_only() -> None:
+    """SGLang's controller asserts that each request has a room, and ends with its server."""
+    given = {"load_balance_method": "follow_bootstrap_room", "disaggregation_transfer_backend": "mooncake"}
+    refuse_unsupported_arguments(arguments(**given), CONFIG)
+    refuse_unsupported_arguments(arguments(**given, dp_size=2, disaggregation_mode="prefill"), CONFIG)
+    for ranks in ({"dp_size": 2}, {"tp_size": 2, "attn_dp_size": 2}):
+        with pytest.raises(ValueError, match="follow_bootstrap_room without --disaggregation-mode"):
+            refuse_unsupported_arguments(arguments(**given, **ranks), CONFIG)
+
+
 def test_a_decode_server_has_no_tiers() -> None:
     tiers = {"enable_hierarchical_cache": True, "disaggregation_transfer_backend": "mooncake"}
     refuse_unsupported_arguments(arguments(**tiers, disaggregation_mode="prefill"), CONFIG)
@@ -348,6 +356,21 @@ def test_a_server_that_transfers_on_a_cpu_does_not_overlap() -> None:
         for device, off in (("cpu", True), ("cuda", None)):
             given = arguments(disaggregation_mode=mode, device=device)
             assert defaults.default_arguments(given, CONFIG).get("disable_overlap_schedule") is off
+
+
+@pytest.mark.parametrize("ranks", ["dp_size", "attn_dp_size"])
+def test_a_prefill_server_chooses_its_rank_by_prefix(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang follows the room's number there, unless the user names a method."""
+
+    def method(**given: Any) -> str | None:
+        given = {"device": "cpu", "tp_size": 2, "disaggregation_mode": "prefill", ranks: 2, **given}
+        return defaults.default_arguments(arguments(**given), CONFIG).get("load_balance_method")
+
+    assert method() == "round_robin"
+    assert method(**{ranks: 1}) is None and method(disaggregation_mode="decode") is None
+    assert method(load_balance_method="follow_bootstrap_room") is None
+    monkeypatch.setenv("SGLANG_DSV4_RANK_CHOICE", "sglang")
+    assert method() is None
 
 
 def test_no_draft_is_loaded_that_the_checkpoint_does_not_hold() -> None:

@@ -1,0 +1,93 @@
+"""Data-parallel ranks of a prefill server, through SGLang's own functions."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common import conn
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+
+from sglang_dsv4.disaggregation import ranks, rooms
+from sglang_dsv4.seam import live
+
+ROOM = 5
+
+
+@pytest.fixture(autouse=True)
+def is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_live", object())
+
+
+class Manager:
+    """The parts of SGLang's managers that a sender or receiver needs."""
+
+    deferred_bootstrap, is_dummy_cp_rank, sender_trace_module, attn_dp_rank = None, False, None, 0
+
+    def __init__(self, **others: Any) -> None:
+        self.request_status: dict[int, int] = {}
+        self.failure_records: dict[int, str] = {}
+        self.failure_lock = threading.Lock()
+        vars(self).update(others)
+
+    def record_failure(self, room: int, reason: str) -> None:
+        self.failure_records[room] = reason
+
+    def update_status(self, room: int, status: int) -> None:
+        self.request_status[room] = status
+
+
+@pytest.mark.parametrize("method", ["follow_bootstrap_room", "round_robin"])
+def test_rooms_of_a_replica_are_its_own(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """SGLang failed each room of replica 1, or told the decode server to find it on replica 0."""
+    parallel = SimpleNamespace(num_dp_ranks=2, load_balance_method=method)
+    monkeypatch.setattr(conn, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False))
+    told: list[int] = []
+    monkeypatch.setattr(
+        conn.requests,
+        "post",
+        lambda url, json, timeout: (told.append(json["dp_rank"]), SimpleNamespace(status_code=200))[1],
+    )
+    manager = Manager(system_dp_size=2, system_dp_rank=1)
+    original = inspect.unwrap(CommonKVSender.__init__)
+    rooms.open_room(original, object.__new__(CommonKVSender), manager, "10.0.0.1:8998", ROOM)
+    assert manager.request_status == {ROOM: KVPoll.Bootstrapping}, manager.failure_records
+    assert told == ([1] if method == "round_robin" else [])
+
+
+def aborted(info: SimpleNamespace | None, rank: int | None) -> list[Any]:
+    """Return what a prefill server's ranks are asked and told when a request is aborted, of a rank that is known, or
+    not."""
+    table, told = {} if info is None else {"10.0.0.1:8998": info}, []
+    receiver = object.__new__(CommonKVReceiver)
+    receiver.kv_mgr, receiver.bootstrap_addr, receiver.bootstrap_room = (
+        Manager(prefill_info_table=table),
+        "10.0.0.1:8998",
+        ROOM,
+    )
+    receiver.conclude_state, receiver.abort_notified = None, False
+    receiver._get_bootstrap_info_from_server = lambda *place: None if place == (1, 0, 3, 0) else place
+    receiver._send_abort_notification = lambda force_arm: told.extend(receiver.bootstrap_infos)
+    if rank is not None:
+        receiver.prefill_dp_rank, receiver.bootstrap_infos = rank, ["the rank's"]
+    original = inspect.unwrap(CommonKVReceiver.ensure_abort_notified)
+    receiver.ensure_abort_notified = lambda **words: ranks.tell_every_rank(original, receiver, **words)
+    for _ in range(2):
+        inspect.unwrap(CommonKVReceiver.abort)(receiver)
+    return told
+
+
+def test_an_abort_is_told_to_every_rank_until_the_rank_is_known() -> None:
+    """Once. A rank that does not answer is left out."""
+
+    def info(groups: int) -> SimpleNamespace:
+        return SimpleNamespace(dp_size=groups, target_cp_ranks=[0], target_tp_ranks=[2, 3], target_pp_ranks=[0])
+
+    assert aborted(info(2), None) == [(0, 0, 2, 0), (0, 0, 3, 0), (1, 0, 2, 0)]
+    assert aborted(info(2), 1) == ["the rank's"]
+    assert aborted(info(1), None) == [] and aborted(None, None) == []
