@@ -1,7 +1,7 @@
 """CUDA graphs of prefills on a CPU: a replay calls the recorded forward again, with the tensors of the recording.
 
-Work between two breaks may read nothing of the batch, and nothing back to the host. Each run of a break gets memory
-that the recording has filled with NaN, so that a row which a replay does not write shows.
+Work between two breaks may read nothing of the batch, and nothing back to the host. A break must write each row of the
+memory that it gets, since the experts route padding rows, too.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def _recorded(forward: Callable[[], None], references: References) -> Callable[[
             o.fill_(float("nan"))
             with _disable_current_modes():
                 original(self, o, *arguments)
+                assert not o.isnan().any(), "a break leaves rows as they were"
             in_break = False
 
         original = Attention._attend_into
