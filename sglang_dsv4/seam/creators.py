@@ -70,8 +70,8 @@ def reserve_admission_pages(
 
 
 def record_prefills(result: None, runner: ModelRunner, **kwargs: Any) -> None:
-    """Record CUDA graphs of prefills, if the model is ours."""
-    if compat.is_ours(runner.model_config.hf_config.architectures):
+    """Record CUDA graphs of prefills, if the model is ours and no draft."""
+    if compat.is_ours(runner.model_config.hf_config.architectures) and not runner.is_draft_worker:
         from sglang_dsv4.warmup import prefill_graphs
 
         prefill_graphs.record_prefills(runner)

@@ -25,7 +25,7 @@ import torch
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
-from torch import Tensor
+from torch import Tensor, nn
 
 from sglang_dsv4 import env
 from sglang_dsv4.layers import data_parallel, sequence_parallel
@@ -33,8 +33,6 @@ from sglang_dsv4.layers.graph_breaks import Pass, running
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_dsv4.models.deepseek_v4 import DeepseekV4Model
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ MOST_PADDING = 1 / 3
 
 
 class Outputs(NamedTuple):
-    """What the logits and a draft are made from; see `DeepseekV4Model.forward`."""
+    """Results of `DeepseekV4Model.forward`, from which the logits and a draft are made."""
 
     hidden_states: Tensor
     streams: Tensor | None
@@ -75,12 +73,12 @@ class PrefillGraphs:
     """Recorded prefills of a model.
 
     Args:
-        model: without stages.
+        model: a `DeepseekV4Model` without stages.
         numbers_of_tokens: to record; multiples of the number of ranks.
         with_streams: whether a draft reads the streams, [T, n * d].
     """
 
-    def __init__(self, model: DeepseekV4Model, numbers_of_tokens: Iterable[int], with_streams: bool) -> None:
+    def __init__(self, model: nn.Module, numbers_of_tokens: Iterable[int], with_streams: bool) -> None:
         self.model, self.with_streams = model, with_streams
         self.sizes = sorted(numbers_of_tokens)
         self._input_ids = torch.zeros(self.sizes[-1], dtype=torch.int64, device=model.embed.weight.device)
@@ -163,7 +161,7 @@ def recorded(forward: Callable[[], None], stream: torch.cuda.Stream) -> Callable
 
 
 def record_prefills(runner: ModelRunner) -> None:
-    """Record the prefills of a target model on a GPU, after the graphs of decode steps.
+    """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps.
 
     Raises:
         ValueError: the switch is neither on nor off.
@@ -172,10 +170,8 @@ def record_prefills(runner: ModelRunner) -> None:
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_exec, get_schedule
 
-    from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM
-
     model = runner.model
-    if env.choice(VARIABLE) != "on" or not isinstance(model, DeepseekV4ForCausalLM):
+    if env.choice(VARIABLE) != "on":
         return
     disabled = get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED
     stages = not (model.stage.is_first and model.stage.is_last)
