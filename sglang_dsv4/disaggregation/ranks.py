@@ -6,6 +6,7 @@ tells its bootstrap server which rank has which room. The decode server asks for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,5 +45,6 @@ def tell_every_rank(original: Callable[..., None], receiver: CommonKVReceiver, *
         for tp_rank in info.target_tp_ranks
         for pp_rank in info.target_pp_ranks
     )
-    receiver.bootstrap_infos = [one for one in found if one is not None]
+    # A server that does not say where one rank is may be dead, and each question would wait for its timeout.
+    receiver.bootstrap_infos = list(itertools.takewhile(lambda place: place is not None, found))
     return original(receiver, *args, **kwargs)

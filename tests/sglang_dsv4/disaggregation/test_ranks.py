@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,10 +61,11 @@ def test_rooms_of_a_replica_are_its_own(monkeypatch: pytest.MonkeyPatch, method:
     assert told == ([1] if method == "round_robin" else [])
 
 
-def aborted(info: SimpleNamespace | None, rank: int | None) -> list[Any]:
-    """Return what a prefill server's ranks are asked and told when a request is aborted, of a rank that is known, or
-    not."""
-    table, told = {} if info is None else {"10.0.0.1:8998": info}, []
+def aborted(groups: int, rank: int | None, silent: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
+    """Return which ranks of a prefill server are looked for, and which are told, when a request is aborted whose rank
+    is known, or None. The bootstrap server does not know the ranks of the groups `silent`."""
+    info = SimpleNamespace(dp_size=groups, target_cp_ranks=[0], target_tp_ranks=[2, 3], target_pp_ranks=[0])
+    table, asked, told = {"10.0.0.1:8998": info} if groups else {}, [], []
     receiver = object.__new__(CommonKVReceiver)
     receiver.kv_mgr, receiver.bootstrap_addr, receiver.bootstrap_room = (
         Manager(prefill_info_table=table),
@@ -71,7 +73,9 @@ def aborted(info: SimpleNamespace | None, rank: int | None) -> list[Any]:
         ROOM,
     )
     receiver.conclude_state, receiver.abort_notified = None, False
-    receiver._get_bootstrap_info_from_server = lambda *place: None if place == (1, 0, 3, 0) else place
+    receiver._get_bootstrap_info_from_server = lambda *place: asked.append(place) or (
+        None if place[0] in silent else place
+    )
     receiver._send_abort_notification = lambda force_arm: told.extend(receiver.bootstrap_infos)
     if rank is not None:
         receiver.prefill_dp_rank, receiver.bootstrap_infos = rank, ["the rank's"]
@@ -79,15 +83,14 @@ def aborted(info: SimpleNamespace | None, rank: int | None) -> list[Any]:
     receiver.ensure_abort_notified = lambda **words: ranks.tell_every_rank(original, receiver, **words)
     for _ in range(2):
         inspect.unwrap(CommonKVReceiver.abort)(receiver)
-    return told
+    return asked, told
 
 
 def test_an_abort_is_told_to_every_rank_until_the_rank_is_known() -> None:
-    """Once. A rank that does not answer is left out."""
-
-    def info(groups: int) -> SimpleNamespace:
-        return SimpleNamespace(dp_size=groups, target_cp_ranks=[0], target_tp_ranks=[2, 3], target_pp_ranks=[0])
-
-    assert aborted(info(2), None) == [(0, 0, 2, 0), (0, 0, 3, 0), (1, 0, 2, 0)]
-    assert aborted(info(2), 1) == ["the rank's"]
-    assert aborted(info(1), None) == [] and aborted(None, None) == []
+    """Once, though the request is aborted twice; a server that does not answer is asked once."""
+    every = [(0, 0, 2, 0), (0, 0, 3, 0), (1, 0, 2, 0), (1, 0, 3, 0)]
+    assert aborted(2, None) == (every, every)
+    assert aborted(2, None, silent=[1]) == (every[:3], every[:2])
+    assert aborted(2, None, silent=[0, 1]) == (every[:1], [])
+    assert aborted(2, 1) == ([], ["the rank's"])
+    assert aborted(1, None) == aborted(0, None) == ([], [])
