@@ -68,6 +68,7 @@ PARTS = {
         "the same, and a rank attends for its own tokens only",
         env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "attention"},
     ),
+    "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", env={"SGLANG_DSV4_PREFILL_GRAPHS": "on"}),
     "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
 }
 

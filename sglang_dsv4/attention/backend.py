@@ -135,6 +135,11 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         assert self.forward_metadata is not None, "init_forward_metadata has not run for this forward"
         return self.forward_metadata
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current forward."""
+        return len(self.metadata.token_to_request)
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Derive the metadata of an eager forward.
 
@@ -379,6 +384,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         sink: Tensor,
         scale: float,
         tokens: slice = ALL_TOKENS,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One softmax over window rows, entries and sink: [T, H, row_dim] in q's dtype.
 
@@ -390,6 +396,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             sink: [H] fp32.
             scale: factor of the scores.
             tokens: the slice of the forward's tokens that are in q and `selected`.
+            out: where to write the result, or None for new memory.
         """
         meta, pool = self.metadata, self.token_to_kv_pool
         ratio = pool.geometry.layer_ratio(layer_id)
@@ -412,6 +419,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
             sink=sink,
             scale=scale,
             split_keys=meta.split_keys,
+            out=out,
             impl=self.attention_impl,
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.norm_rope_store import Destination, norm_rope_store
 from sglang_dsv4.attention.backend import ALL_TOKENS
+from sglang_dsv4.layers import graph_breaks
 from sglang_dsv4.layers.all_heads import AllHeads
 from sglang_dsv4.layers.compressor import Compressor
 from sglang_dsv4.layers.concurrent import together
@@ -115,7 +116,7 @@ class Attention(nn.Module):
     def forward(self, x: SublayerInput, positions: Tensor, rows: RowShards = ALL_ROWS) -> Tensor | Part:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
         next boundary; `positions [T]` int64."""
-        backend, tokens, indexer, all_heads = get_attn_backend(), len(positions), self.indexer, self._all_heads(rows)
+        tokens, indexer, all_heads = len(positions), self.indexer, self._all_heads(rows)
         attends = rows.own if all_heads else ALL_TOKENS
         latents, projected = together(
             tokens, lambda: self.wqkv_a(x.of_linear)[0], self.projection and (lambda: self.projection(x.rows))
@@ -129,6 +130,39 @@ class Attention(nn.Module):
             indexer and (lambda: indexer.query(index_latent)),
         )
         q = q.unflatten(-1, (-1, self.config.head_dim))
+        if not graph_breaks.has_breaks():
+            return self.project(self.attend(q, kv, positions, projected, index_q, rows), positions, rows)
+        o = torch.empty_like(q)
+        self._attend_into(o, q, kv, positions, projected, index_q, rows)
+        return self.project(o, positions, rows)
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        projected: tuple[Tensor, ...] | None,
+        index_q: Tensor | None,
+        rows: RowShards,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Store this forward's rows, entries and keys, and attend: the part of the sublayer that reads the batch.
+
+        Args:
+            q: [T, local heads, head_dim] before RoPE; [own tokens, heads, head_dim] where the rank attends for its own
+                rows.
+            kv: [T, head_dim] before the norm.
+            positions: [T] int64.
+            projected: products of the sublayer's input with the matrices of the compressor and the indexer, [T, ...].
+            index_q: [own tokens, index heads, index_head_dim] in a CSA layer.
+            rows: this rank's share of the rows.
+            out: where to write the result, or None for new memory.
+
+        Returns:
+            like q.
+        """
+        backend, indexer, all_heads = get_attn_backend(), self.indexer, self._all_heads(rows)
+        attends = rows.own if all_heads else ALL_TOKENS
         window = backend.window(self.layer_id)
 
         def rotate_and_store() -> Tensor:
@@ -137,18 +171,45 @@ class Attention(nn.Module):
             self.store_rows(kv, positions, window.destinations)
             return self.norm_rope_store(q, kv[attends], positions[attends], ())
 
-        q, _, index_query = together(
-            tokens,
+        rotated, _, index_query = together(
+            len(positions),
             rotate_and_store,
-            projected and (lambda: self.store_entries(projected, x.rows.dtype)),
+            projected and (lambda: self.store_entries(projected, kv.dtype)),
             indexer and (lambda: indexer.rotated(index_q, projected[2], positions, rows)),
         )
         selected = indexer.select(*index_query, rows) if indexer else None
         if selected is not None and all_heads is None:
             selected = rows.gather(selected)
         sink = all_heads.sink if all_heads else self.attn_sink
-        o = backend.attend(self.layer_id, q, window, selected, sink, self.config.softmax_scale, attends)
-        return self.project(o, positions, rows)
+        scale = self.config.softmax_scale
+        return backend.attend(self.layer_id, rotated, window, selected, sink, scale, attends, out)
+
+    @graph_breaks.break_into
+    def _attend_into(
+        self,
+        o: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        positions: Tensor,
+        projected: tuple[Tensor, ...] | None,
+        index_q: Tensor | None,
+        rows: RowShards,
+    ) -> None:
+        """Write the result of `attend` for the batch's tokens, then zeros, whose rows no token reads."""
+        tokens = get_attn_backend().num_tokens
+        own = rows.of_first(tokens)
+        mine = tokens if own.is_whole else own.own.stop - own.own.start
+        of_queries = mine if self._all_heads(rows) else tokens
+        self.attend(
+            q[:of_queries],
+            kv[:tokens],
+            positions[:tokens],
+            projected and tuple(product[:tokens] for product in projected),
+            None if index_q is None else index_q[:mine],
+            own,
+            o[:of_queries],
+        )
+        o[of_queries:].zero_()
 
     def _all_heads(self, rows: RowShards) -> AllHeads | None:
         """The weights with which a rank attends for its own rows; None where it attends for all with its own heads."""

@@ -21,7 +21,7 @@ Each row is computed by itself, so bits do not change, except for sums over more
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -74,6 +74,8 @@ class RowShards:
     tokens: int = 0
     count: int = 1
     index: int = 0
+    padding: int = 0
+    """Rows after the tokens that the shards were made for, too."""
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +85,11 @@ class RowShards:
     @property
     def size(self) -> int:
         """Rows of a shard."""
-        return -(-self.tokens // self.count)
+        return -(-(self.tokens + self.padding) // self.count)
+
+    def of_first(self, tokens: int) -> RowShards:
+        """The same shards of the first `tokens` tokens; the other tokens become padding."""
+        return self if self.is_whole else replace(self, tokens=tokens, padding=self.padding + self.tokens - tokens)
 
     @property
     def own(self) -> slice:

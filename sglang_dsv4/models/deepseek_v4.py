@@ -37,7 +37,9 @@ from sglang_dsv4.weights.updates.staging import WeightUpdate, load_weights
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from sglang_dsv4.warmup.prefill_graphs import PrefillGraphs
 
 
 def check_server_options(config: Config) -> None:
@@ -233,8 +235,10 @@ class DeepseekV4ForCausalLM(nn.Module):
     Attributes:
         weight_update: the update that is open, see `weights.updates.staging`.
         weights_are_lost: whether the memory of the weights was released and has no values now.
+        prefill_graphs: CUDA graphs of prefills, if they were recorded.
     """
 
+    prefill_graphs: PrefillGraphs | None = None
     weight_update: WeightUpdate | None = None
     weights_are_lost = False
 
@@ -276,10 +280,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         Returns:
             on the last stage, logits; on any other, `hidden_states` [T, n * d] for the next stage.
         """
+        for_mtp = not self.model.tapped_layers and forward_batch.capture_hidden_mode.need_capture()
         rows = sequence_parallel.of_forward(forward_batch.forward_mode, positions.shape[0])
         of_experts = data_parallel.of_forward(forward_batch, positions.shape[0])
         ids_of_experts = input_ids if of_experts is None else of_experts.gather(input_ids)
-        if of_experts is not None and not len(positions):
+        if self._has_graphs(forward_batch.forward_mode, len(positions), for_mtp, input_embeds):
+            hidden_states, streams, taps = self.prefill_graphs.replay(input_ids, positions)
+        elif of_experts is not None and not len(positions):
             hidden_states, streams, taps = self.model.serve_other_groups(ids_of_experts, of_experts)
         else:
             if self.stage.is_first:
@@ -289,12 +296,20 @@ class DeepseekV4ForCausalLM(nn.Module):
             if not self.stage.is_last:
                 return PPProxyTensors({"hidden_states": self.model.run_part(streams, positions, input_ids, rows)})
             hidden_states, streams, taps = self.model(streams, positions, ids_of_experts, rows, of_experts)
+            streams = rows.gather(streams) if for_mtp else None
         for_draft = {}
         if taps:
             for_draft["aux_hidden_states"] = taps
-        elif forward_batch.capture_hidden_mode.need_capture():  # by a draft or a request
-            for_draft["hidden_states_before_norm"] = rows.gather(streams)
+        elif for_mtp:
+            for_draft["hidden_states_before_norm"] = streams
         return self.logits_processor(input_ids, hidden_states, self.lm_head, forward_batch, **for_draft)
+
+    def _has_graphs(self, mode: ForwardMode, tokens: int, with_streams: bool, input_embeds: Tensor | None) -> bool:
+        """Whether a forward replays CUDA graphs of prefills; all ranks decide alike."""
+        graphs = self.prefill_graphs
+        if graphs is None or not mode.is_extend_without_speculative() or input_embeds is not None:
+            return False
+        return (graphs.with_streams or not with_streams) and graphs.size_of(tokens) is not None
 
     def set_dspark_layers_to_capture(self, layer_ids: list[int]) -> None:
         """Give the draft the means of these layers' streams, [T, layers * d]; SGLang calls this for DSPARK.

@@ -69,6 +69,14 @@ def reserve_admission_pages(
     return pool_configurator.reserve_admission_pages(result)
 
 
+def record_prefills(result: None, runner: ModelRunner, **kwargs: Any) -> None:
+    """Record CUDA graphs of prefills, if the model is ours and no draft."""
+    if compat.is_ours(runner.model_config.hf_config.architectures) and not runner.is_draft_worker:
+        from sglang_dsv4.warmup import prefill_graphs
+
+        prefill_graphs.record_prefills(runner)
+
+
 def capture_draft_extend(result: None, worker: EagleDraftWorker) -> None:
     """Capture a CUDA graph of an MTP draft's extend step, if its attention backend is ours."""
     from sglang_dsv4.attention.backend import Dsv4AttentionBackend

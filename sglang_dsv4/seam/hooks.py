@@ -145,6 +145,10 @@ HOOKS = (
         for method, phase in (("load_model", "weights"), ("alloc_memory_pool", "pools"),
                               ("init_attention_backends", "attention_backends"), ("init_cuda_graphs", "cuda_graphs"))
     ),
+    Hook(f"{RUNNER}.model_runner.ModelRunner.init_cuda_graphs", Kind.AFTER, Process.SCHEDULER,
+         "sglang_dsv4.seam.creators:record_prefills",
+         "CUDA graphs of prefills (`SGLANG_DSV4_PREFILL_GRAPHS`): SGLang's runner gives a model's layers the batch",
+         "SGLang's runner of prefills takes a model whose layers have other arguments"),
     Hook(f"{SCHEDULER}.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{REQUESTS}.failures:start", "guards the scheduler's dispatcher (row below)",
          SURVIVES),

@@ -65,7 +65,7 @@ OUR_ATTENTION = "this package's kernels compute the attention; SGLANG_DSV4_ATTEN
 OUR_LOADER = "weights are read from safetensors files and rearranged once; leave it out"
 ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
 NOT_REPORTED = "the model does not report it; leave it out"
-NO_PREFILL_GRAPHS = "prefills run without CUDA graphs; leave it out"
+NO_PREFILL_GRAPHS = "SGLANG_DSV4_PREFILL_GRAPHS=on records prefills; leave it out"
 COLLECTIVES = "the ranks' sums by it were never compared with others; leave it out"
 CHOOSE_CARDS = "CUDA_VISIBLE_DEVICES chooses the GPUs, SGLANG_CPU_OMP_THREADS_BIND the cores; leave it out"
 PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and deepseekv4, or auto"

@@ -2,8 +2,8 @@
 
 The graph of a decode, verify or draft step begins with `Dsv4AttentionBackend.init_forward_metadata_in_graph`, which
 derives all addresses from the lengths and request slots in the buffers that SGLang's runner fills, and ends with the
-logits. Work that needs the host stays outside: tails (`prefix.restore_and_save`) and sampling. Prefills are not
-captured: their sizes differ from batch to batch.
+logits. Work that needs the host stays outside: tails (`prefix.restore_and_save`) and sampling. Prefills are recorded by
+`prefill_graphs`.
 
 With speculation SGLang captures the target's verify step (all drafts of a request and the token before them), a DSpark
 draft's block with its Markov head, an MTP draft's chain of steps, and its extend step. The work that DSpark's worker

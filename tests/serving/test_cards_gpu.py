@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import peer_sums, sequence_parallel
+from sglang_dsv4.warmup import prefill_graphs
 
 CARDS = torch.cuda.device_count()
 pytestmark = [
@@ -30,6 +31,8 @@ USED_BYTES = 1 << 30
 """Less than a server takes of its GPU, more than anything else does of another."""
 
 PROMPTS = random_prompts(3, [127, 300, 511])
+ROWS = random_prompts(3, [513, 1200, 5000, 300])
+"""Prompts with chunks of a recorded number of tokens, and padded ones."""
 SUMS = {"ours": ("ours",), "SGLang's kernel": ("sglang",), "NCCL": ("sglang", "--disable-custom-all-reduce")}
 """Value of the switch, and flags."""
 
@@ -98,13 +101,18 @@ def test_two_ranks_compute_the_same(
     assert difference(one_rank, two) < 0.05
 
 
-@pytest.mark.parametrize("switch", ["on", "attention"])
-def test_sharded_rows_have_the_bits_of_all_rows(switch: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def all_rows(checkpoint: Path) -> Tensor:
+    return likelihoods(checkpoint, ROWS, "--tp-size", "2", DETERMINISTIC)
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("switch", ["off", "on", "attention"])
+def test_sharded_rows_and_graphs_have_the_bits_of_all_rows(
+    switch: str, graphs: str, checkpoint: Path, all_rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks add in any order with the same result, so that the bits are equal without the deterministic flag, too;
     the last prompt is too short for sharded rows."""
-    prompts = random_prompts(3, [513, 1200, 5000, 300])
-    found = []
-    for word in ("off", switch):
-        monkeypatch.setenv(sequence_parallel.VARIABLE, word)
-        found.append(likelihoods(checkpoint, prompts, "--tp-size", "2", DETERMINISTIC))
-    assert torch.equal(*found)
+    monkeypatch.setenv(sequence_parallel.VARIABLE, switch)
+    monkeypatch.setenv(prefill_graphs.VARIABLE, graphs)
+    assert torch.equal(all_rows, likelihoods(checkpoint, ROWS, "--tp-size", "2", DETERMINISTIC))

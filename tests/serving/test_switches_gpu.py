@@ -23,6 +23,7 @@ from sglang.srt.sampling.watermarking.detector import detect
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import concurrent, grouped_projection
+from sglang_dsv4.warmup import prefill_graphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +35,7 @@ SWITCHES = (
     (grouped_projection.VARIABLE, "fp8"),
     (dependent_launch.VARIABLE, "off"),
     (concurrent.VARIABLE, "on"),
+    (prefill_graphs.VARIABLE, "on"),
 )
 FLAG_SETS = {
     "graphs": "--cuda-graph-backend-decode full --cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding "

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from model import recorded_prefills
 from model.harness import Harness
 from model.quantised_inputs import as_on_hopper
 from torch import Tensor
@@ -178,6 +179,7 @@ def model(
         compared.check(f"prompt of {length}", lambda length=length: compared.prompt(length), 1)
     compared.check("chunks", lambda: compared.prompt(300, 77), 4)
     compared.check("batch", compared.batch, 5)
+    compared.found["replayed graphs"] = replays_are_the_same(compared)
     plant_mistakes(compared)
     if dtype == "bfloat16":
         with pytest.MonkeyPatch.context() as patch:
@@ -185,6 +187,26 @@ def model(
             compared.check("codes of what is gathered", lambda: compared.prompt(131), 1)
         assert {name.split(".", 3)[-1] for name in names} > {"attn.wqkv_a", "attn.indexer.wq_b"}
     return compared.found
+
+
+def replays_are_the_same(compared: Compared) -> bool:
+    """Compare prefills in recorded graphs, whose rows are sharded and padded, with forwards of all rows."""
+    harness = compared.harness
+
+    def forwards() -> list[Tensor]:
+        return [*compared.prompt(131), *compared.prompt(300, 77), *compared.batch()]
+
+    with mock.patch.object(sequence_parallel, "is_on", lambda: False):
+        whole = forwards()
+    with mock.patch.object(sequence_parallel, "FEWEST_TOKENS", 1):
+        with harness._active():
+            recorded_prefills.record(harness.model, [80, 132, 160], with_streams=True)
+        graphs = harness.model.prefill_graphs
+        with mock.patch.object(graphs, "replay", wraps=graphs.replay) as replay:
+            replayed = forwards()
+    harness.model.prefill_graphs = None
+    tokens = [len(call.args[1]) for call in replay.call_args_list]
+    return same(replayed, whole) and {131, 77, 69} < set(tokens) and len(tokens) > 6
 
 
 def plant_mistakes(compared: Compared) -> None:

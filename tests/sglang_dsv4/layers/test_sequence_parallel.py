@@ -124,7 +124,7 @@ def test_streams_are_gathered_only_if_they_are_read(mode: CaptureHiddenMode, mon
     streams, row, given = torch.randn(3, 8), torch.randn(6, 2), {}
     model = DeepseekV4ForCausalLM.__new__(DeepseekV4ForCausalLM)
     nn.Module.__init__(model)
-    model.model, model.lm_head = Mock(return_value=(row, streams, [])), None
+    model.model, model.lm_head = Mock(return_value=(row, streams, []), tapped_layers=()), None
     model.stage = SimpleNamespace(is_first=True, is_last=True)
     model.logits_processor = lambda *arguments, **for_draft: given.update(for_draft)
     monkeypatch.setattr(sequence_parallel, "of_forward", lambda mode, tokens: Rows(tokens, 2, 0))

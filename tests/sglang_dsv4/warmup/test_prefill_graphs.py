@@ -1,0 +1,161 @@
+"""CUDA graphs of prefills, as far as a CPU can show them: a replay has the bits of a forward without graphs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from model import recorded_prefills
+from model.harness import Harness
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.layers import sequence_parallel
+from sglang_dsv4.layers.sequence_parallel import RowShards
+from sglang_dsv4.warmup import prefill_graphs
+from sglang_dsv4.warmup.prefill_graphs import PrefillGraphs, sizes
+
+
+def test_two_sizes_an_octave() -> None:
+    assert sizes(2048) == [256, 384, 512, 768, 1024, 1536, 2048]
+    assert sizes(200) == [200]
+
+
+def graphs_of(*numbers: int) -> PrefillGraphs:
+    return PrefillGraphs(SimpleNamespace(embed=SimpleNamespace(weight=torch.empty(1))), numbers, False)
+
+
+def test_a_batch_is_padded_by_a_third_of_its_tokens_at_most() -> None:
+    graphs = graphs_of(96, 64, 128)
+    found = {tokens: graphs.size_of(tokens) for tokens in (47, 48, 64, 65, 72, 96, 97, 128, 129)}
+    assert found == {47: None, 48: 64, 64: 64, 65: None, 72: 96, 96: 96, 97: 128, 128: 128, 129: None}
+
+
+def test_every_rank_has_a_token_of_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_parallel, "of_forward", lambda mode, tokens: RowShards(tokens, 8, 7))
+    graphs = graphs_of(128)
+    assert graphs.size_of(112) is None and graphs.size_of(113) == 128
+    assert RowShards(128, 8, 7).of_first(113).own == slice(112, 113)
+
+
+@pytest.mark.parametrize(
+    ("switch", "capturable", "stages", "groups", "recorded"),
+    [
+        (None, True, 1, False, False),
+        ("off", True, 1, False, False),
+        ("on", True, 1, False, True),
+        ("on", False, 1, False, False),
+        ("on", True, 2, False, False),
+        ("on", True, 1, True, False),
+    ],
+)
+def test_prefills_are_recorded_where_they_can_be(
+    switch: str | None,
+    capturable: bool,
+    stages: int,
+    groups: bool,
+    recorded: bool,
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt import runtime_context
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.platforms import current_platform
+
+    monkeypatch.delenv(prefill_graphs.VARIABLE, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(prefill_graphs.VARIABLE, switch)
+    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=Backend.FULL)))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=512))
+    monkeypatch.setattr(type(current_platform), "capabilities", SimpleNamespace(graph_capture=capturable))
+    monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: groups)
+    monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last=stages == 1))
+    monkeypatch.setattr(PrefillGraphs, "record", lambda graphs: None)
+    runner = SimpleNamespace(model=harness.model, spec_algorithm=SimpleNamespace(is_eagle=lambda: True), gpu_id=0)
+    with mock.patch.object(harness.model, "prefill_graphs", None):
+        prefill_graphs.record_prefills(runner)
+        graphs = harness.model.prefill_graphs
+    assert (graphs is not None) == recorded
+    if recorded:
+        assert graphs.sizes == [256, 384, 512] and graphs.with_streams
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, PRESETS["tiny"])
+    return Harness(folder, dtype="bfloat16")
+
+
+Run = Callable[[], list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def run(harness: Harness) -> Run:
+    """Chunks of several requests, padded, of exactly a recorded number of tokens, and too small for graphs."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = harness.hf_config["vocab_size"]
+    prompts = [torch.randint(3, vocabulary, (length,), generator=generator) for length in (291, 130, 57, 96, 5)]
+    arguments = dict(chunk_tokens=48, decode_from=[280, 130, 57, 96, 3], start_at_step=[0, 1, 1, 4, 5])
+    return lambda: harness.run_many(prompts, **arguments)
+
+
+@pytest.fixture(scope="module")
+def direct(run: Run) -> list[torch.Tensor]:
+    return run()
+
+
+@pytest.fixture
+def graphs(harness: Harness) -> Iterator[PrefillGraphs]:
+    with harness._active():
+        recorded_prefills.record(harness.model, [48, 96, 160], with_streams=True)
+    yield harness.model.prefill_graphs
+    harness.model.prefill_graphs = None
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in itertools.zip_longest(one, other))
+
+
+def test_replays_have_the_bits_of_forwards_without_graphs(
+    run: Run, direct: list[torch.Tensor], graphs: PrefillGraphs
+) -> None:
+    with mock.patch.object(graphs, "replay", wraps=graphs.replay) as replay:
+        assert same(run(), direct)
+    tokens = [len(call.args[1]) for call in replay.call_args_list]
+    assert {graphs.size_of(count) for count in tokens} == {48, 96, 160}
+    assert 0 < len([count for count in tokens if graphs.size_of(count) == count]) < len(tokens)
+
+
+def test_positions_of_an_earlier_batch_are_noticed(run: Run, direct: list[torch.Tensor], graphs: PrefillGraphs) -> None:
+    """Planted: a replay does not copy the positions."""
+    replay = graphs.replay
+
+    def stale(input_ids: torch.Tensor, positions: torch.Tensor) -> object:
+        return replay(input_ids, torch.zeros_like(positions))
+
+    with mock.patch.object(graphs, "replay", stale):
+        assert not same(run(), direct)
+
+
+def test_rows_of_padding_that_are_not_written_are_noticed(run: Run, graphs: PrefillGraphs) -> None:
+    """Planted: a break writes the batch's rows alone."""
+    zero = torch.Tensor.zero_
+
+    def of_ids(rows: torch.Tensor) -> torch.Tensor:
+        return zero(rows) if rows.dtype == torch.int64 else rows
+
+    with mock.patch.object(torch.Tensor, "zero_", of_ids), pytest.raises(AssertionError, match="leaves rows"):
+        run()
+
+
+def test_reading_the_batch_between_two_breaks_is_noticed(run: Run, graphs: PrefillGraphs) -> None:
+    """Planted: a layer attends without a break."""
+    from sglang_dsv4.layers import graph_breaks
+
+    with mock.patch.object(graph_breaks, "has_breaks", lambda: False), pytest.raises(AssertionError, match="batch"):
+        run()
