@@ -103,7 +103,7 @@ class PrefillGraphs:
                 self._replays[size] = self._recorded(size, context.stream)
 
     def _recorded(self, size: int, stream: torch.cuda.Stream) -> Callable[[], None]:
-        with running(Pass.UNMEASURED):
+        with running(Pass.WARM_UP):
             outputs = self._forward(size)
             if self._outputs is None:  # the largest one's
                 self._outputs = outputs
@@ -181,6 +181,8 @@ def record_prefills(runner: ModelRunner) -> None:
     graphs = PrefillGraphs(model.model, sizes(get_schedule().chunked_prefill_size), runner.spec_algorithm.is_eagle())
     graphs.record()
     model.prefill_graphs = graphs
+    if get_parallel().tp_rank != 0:
+        return
     logger.info(
         "CUDA graphs of prefills of %s tokens: %.1f s, %.2f GB",
         ", ".join(map(str, graphs.sizes)),

@@ -76,7 +76,7 @@ def test_prefills_are_recorded_where_they_can_be(
     monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last=stages == 1))
     monkeypatch.setattr(PrefillGraphs, "record", lambda graphs: None)
     runner = SimpleNamespace(model=harness.model, spec_algorithm=SimpleNamespace(is_eagle=lambda: True), gpu_id=0)
-    with mock.patch.object(harness.model, "prefill_graphs", None):
+    with mock.patch.object(harness.model, "prefill_graphs", None), harness._active():
         prefill_graphs.record_prefills(runner)
         graphs = harness.model.prefill_graphs
     assert (graphs is not None) == recorded
