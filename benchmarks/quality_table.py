@@ -17,10 +17,10 @@ answered. A configuration with a prefix reuses the first two pages of each windo
 
 Two references (`tests/lib/model/reference.py`), both in fp32. KL is measured against the one with the configuration's
 own quantisers; "to the trained model" against the one with all quantisers, the function that was trained. A mean KL may
-be twice that of the reference with activations in the server's dtype, which rounds where PyTorch does
-(`quality_figures.bound_of`): the server rounds as often, at other places. In fp32 without quantisers log-probabilities may
-differ by `TOLERANCE`, as everywhere in this project, which is a KL of at most half its square. Exit status 1 if a
-configuration is beyond a bound, or lacks bits that it promises.
+be twice that of the reference with activations in bf16 (`quality_figures.bound_of`): the server rounds as often as
+PyTorch does there, at other places. In fp32 without quantisers log-probabilities may differ by `TOLERANCE`, as
+everywhere in this project, which is a KL of at most half its square. Exit status 1 if a configuration is beyond a
+bound, lacks bits that it promises, or is further from the trained model than the built-in.
 """
 
 from __future__ import annotations
