@@ -21,147 +21,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lib.quality_figures import DOCUMENTS, FLOOR, SHORTEST, Row, ask, bound_of, row, scores_of, windows
 from model.oracle import read_dequantised
 from model.reference import FULL, OFF, Quant, Reference
 from torch import Tensor
-
-TOP = 64
-"""Tokens of which a server gives the log-probability at each position."""
-FLOOR = 1e-5
-"""Nats of KL for rounding where the plain computation has none, as a server in fp32."""
-SHORTEST = 128
-"""Tokens of the shortest window: one group of an HCA layer."""
-DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities at the positions that predict tokens 1.. of a window.
-
-    Attributes:
-        own: [tokens - 1] fp32, of the text's next token.
-        top_ids: [tokens - 1, TOP] int64, the likeliest tokens.
-        top: [tokens - 1, TOP] fp32, theirs.
-    """
-
-    own: Tensor
-    top_ids: Tensor
-    top: Tensor
-
-
-@dataclass(frozen=True)
-class Row:
-    """The figures of a server, over all windows; nats."""
-
-    name: str
-    perplexity: float
-    kl: float
-    kl_p99: float
-    agreement: float
-
-
-def scores_of(logprobs: Tensor, window: Tensor) -> Scores:
-    """A computation's scores.
-
-    Args:
-        logprobs: [tokens, vocab] fp32 at every position.
-        window: [tokens] int64.
-    """
-    before = logprobs[:-1]
-    top = before.topk(min(TOP, before.shape[-1]))
-    return Scores(before.gather(1, window[1:, None])[:, 0], top.indices, top.values)
-
-
-def divergence(reference: Tensor, scores: Scores) -> Tensor:
-    """KL of each position, [tokens - 1] fp64, over the scores' tokens and the rest.
-
-    Args:
-        reference: [tokens, vocab] fp32 log-probabilities.
-        scores: a server's.
-    """
-    p = reference[:-1].double().gather(1, scores.top_ids)
-    q = scores.top.double()
-    inside = (p.exp() * (p - q)).sum(1)
-    tiny = torch.finfo(torch.float64).tiny
-    p_rest, q_rest = ((1 - part.exp().sum(1)).clamp(min=tiny) for part in (p, q))
-    # Fp32 log-probabilities of all tokens may add up to more than 1; then nothing is left for the rest.
-    rest = torch.where((p_rest < 1e-6) | (q_rest < 1e-6), 0, p_rest * (p_rest / q_rest).log())
-    return (inside + rest).clamp(min=0)
-
-
-def row(name: str, references: Sequence[Tensor], scores: Sequence[Scores]) -> Row:
-    """The figures of a computation over all windows."""
-    kl = torch.cat([divergence(one, score) for one, score in zip(references, scores, strict=True)])
-    own = torch.cat([score.own for score in scores]).double()
-    same = [one[:-1].argmax(1) == score.top_ids[:, 0] for one, score in zip(references, scores, strict=True)]
-    return Row(
-        name,
-        perplexity=math.exp(-own.mean()),
-        kl=float(kl.mean()),
-        kl_p99=float(kl.quantile(0.99)),
-        agreement=float(torch.cat(same).double().mean()),
-    )
-
-
-def bound_of(plain: Row) -> float:
-    """The largest mean KL that a server may have."""
-    return 2 * plain.kl + FLOOR
-
-
-def ask(url: str, window: Tensor) -> Scores:
-    """A server's scores of a window.
-
-    Raises:
-        OSError: no server answers, or it refuses the request.
-        ValueError: the answer lacks the log-probabilities.
-    """
-    body = {
-        "input_ids": window.tolist(),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "top_logprobs_num": TOP,
-    }
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(f"{url}/generate", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=900) as response:
-        info = json.load(response)["meta_info"]
-    own, top = info.get("input_token_logprobs"), info.get("input_top_logprobs")
-    if not own or not top or len(own) != len(window) or len(top) != len(window):
-        raise ValueError(
-            f"{url}/generate: expected log-probabilities of {len(window)} prompt tokens, got {len(own or ())}"
-        )
-    return Scores(
-        torch.tensor([entry[0] for entry in own[1:]]),
-        torch.tensor([[entry[1] for entry in entries] for entries in top[1:]]),
-        torch.tensor([[entry[0] for entry in entries] for entries in top[1:]]),
-    )
-
-
-def windows(checkpoint: Path, texts: Sequence[Path], tokens: int, count: int) -> list[Tensor]:
-    """`count` windows of `tokens` ids, spread over the texts.
-
-    Raises:
-        ValueError: the texts are too short.
-    """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    text = "\n\n".join(path.read_text() for path in texts)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    if len(ids) < tokens * count:
-        raise ValueError(f"{count} windows of {tokens} tokens need {tokens * count} tokens, the text has {len(ids)}")
-    step = len(ids) // count
-    return [torch.tensor(ids[step * i : step * i + tokens]) for i in range(count)]
 
 
 def compared(
@@ -183,7 +52,7 @@ def compared(
         row("reference", exact, [scores_of(*pair) for pair in zip(exact, texts, strict=True)]),
         row("plain", exact, [scores_of(*pair) for pair in zip(plain, texts, strict=True)]),
     ]
-    return rows + [row(name, exact, [ask(url, window) for window in texts]) for name, url in servers.items()]
+    return rows + [row(name, exact, [ask(url, window)[0] for window in texts]) for name, url in servers.items()]
 
 
 def named_url(text: str) -> tuple[str, str]:

@@ -4,24 +4,22 @@ planted fault beyond it."""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quality
 import torch
+from lib import quality_figures as figures
 from model.oracle import FLASH_LIKE, QUANTISABLE, TransformersOracle, configuration, random_weights
 from model.reference import OFF, Reference
+from serving.logits_stand_in import Logits, served
 from torch import Tensor
 
 CONFIG = configuration(FLASH_LIKE, **QUANTISABLE)
 WEIGHTS = random_weights(CONFIG, seed=6)
 WINDOWS = list(torch.randint(2, CONFIG["vocab_size"], (2, 150), generator=torch.Generator().manual_seed(1)))
-Logits = Callable[[Tensor], Tensor]
 
 
 class RopeSign(Reference):
@@ -69,37 +67,7 @@ FAULTS: dict[str, Callable[[], Logits]] = {
 }
 
 
-@contextmanager
-def served(logits: Logits) -> Iterator[str]:
-    """Serve these logits as SGLang's /generate does; yield the URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            return
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ids = torch.tensor(body["input_ids"])
-            scores = quality.scores_of(logits(ids).log_softmax(-1), ids)
-            assert body["top_logprobs_num"] == quality.TOP and body["logprob_start_len"] == 0
-            own = [[None, int(ids[0]), None], *([value, 0, None] for value in scores.own.tolist())]
-            pairs = zip(scores.top.tolist(), scores.top_ids.tolist(), strict=True)
-            top = [None, *([[value, at, None] for value, at in zip(*row, strict=True)] for row in pairs)]
-            data = json.dumps({"meta_info": {"input_token_logprobs": own, "input_top_logprobs": top}}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data)
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def rows(logits: Logits) -> list[quality.Row]:
+def rows(logits: Logits) -> list[figures.Row]:
     with served(logits) as url:
         return quality.compared(CONFIG, WEIGHTS, WINDOWS, {"server": url}, OFF, torch.float32)
 
@@ -108,7 +76,7 @@ def rows(logits: Logits) -> list[quality.Row]:
 def test_transformers_is_within_the_bound() -> None:
     oracle = TransformersOracle(CONFIG, WEIGHTS)
     reference, plain, server = rows(lambda ids: oracle.run(ids).logits)
-    assert reference.kl == plain.kl == 0 and quality.bound_of(plain) == quality.FLOOR
+    assert reference.kl == plain.kl == 0 and figures.bound_of(plain) == figures.FLOOR
     assert server.kl < 1e-8 and server.agreement > 0.99
     assert server.perplexity == pytest.approx(reference.perplexity, rel=1e-4)
 
@@ -118,19 +86,19 @@ def test_transformers_is_within_the_bound() -> None:
 )
 def test_a_planted_fault_is_beyond_the_bound(fault: str) -> None:
     _, plain, server = rows(FAULTS[fault]())
-    assert server.kl > 10 * quality.bound_of(plain), server
+    assert server.kl > 10 * figures.bound_of(plain), server
 
 
 def test_the_divergence_is_that_of_the_partition() -> None:
     """By hand: three tokens, of which the server reports two; and a uniform distribution has the vocabulary's size as
     perplexity."""
     p, q = torch.tensor([[0.5, 0.3, 0.2]] * 2), torch.tensor([[0.4, 0.4, 0.2]] * 2)
-    scores = quality.Scores(q[:1, 0].log(), torch.tensor([[0, 1]]), q[:1, :2].log())
+    scores = figures.Scores(q[:1, 0].log(), torch.tensor([[0, 1]]), q[:1, :2].log())
     expected = 0.5 * torch.tensor(0.5 / 0.4).log() + 0.3 * torch.tensor(0.3 / 0.4).log()
-    assert float(quality.divergence(p.log(), scores)[0]) == pytest.approx(float(expected), abs=1e-6)
+    assert float(figures.divergence(p.log(), scores)[0]) == pytest.approx(float(expected), abs=1e-6)
     uniform = torch.full((3, 8), 1 / 8).log()
     window = torch.tensor([0, 1, 2])
-    assert quality.row("", [uniform], [quality.scores_of(uniform, window)]).perplexity == pytest.approx(8)
+    assert figures.row("", [uniform], [figures.scores_of(uniform, window)]).perplexity == pytest.approx(8)
 
 
 @pytest.mark.slow
@@ -149,4 +117,4 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
             assert ("beyond the bound" in capsys.readouterr().out) == bool(status)
             assert [row["name"] for row in json.loads(out.read_text())["rows"]] == ["reference", "plain", "ours"]
     with pytest.raises(ValueError, match="windows of 4000 tokens need 8000 tokens, the text has"):
-        quality.windows(checkpoint, [text], 4000, 2)
+        figures.windows(checkpoint, [text], 4000, 2)

@@ -15,9 +15,10 @@ from model.dspark_reference import DSparkReference
 from model.oracle import read_dequantised
 from model.recording import Recording, recording
 from model.reference import Reference
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from train_tiny import tasks
+from train_tiny import tasks, variants
 from train_tiny.bpe import Encoder
 from train_tiny.chat import Chat, Frame
 from train_tiny.corpus import frame_of
@@ -136,6 +137,26 @@ def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert relative_error(*logits).max() < 1e-4, relative_error(*logits)
     with pytest.raises(ValueError, match="expected 256 times 4"):
         widened("norm.weight", torch.ones(256), 256, 768)
+
+
+def test_variants_are_the_same_model(tmp_path: Path) -> None:
+    """NVFP4 experts have the values of MXFP4 ones, so the logits are equal. For four ranks sums have another order."""
+    shape = TinyShape(vocab_size=1024, index_topk=4, compress_ratios=(0, 4), n_routed_experts=2)
+    build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
+    write_checkpoint(tmp_path / "trained", random_masters(shape, 5), shape, tmp_path / "tokenizer.json")
+    tokens, logits = torch.randint(3, 1000, (24,), generator=torch.Generator().manual_seed(2)), {}
+    for kind in ("trained", *variants.KINDS):
+        if kind != "trained":
+            variants.write(kind, tmp_path / "trained", tmp_path / kind)
+        config = json.loads((tmp_path / kind / "config.json").read_text())
+        logits[kind] = Reference(config, read_dequantised(tmp_path / kind)).logits(tokens)
+    assert torch.equal(logits["nvfp4"], logits["trained"])
+    assert config["o_groups"] == 4 and config["moe_intermediate_size"] == 512
+    assert relative_error(logits["four-ranks"], logits["trained"]).max() < 1e-5
+    tensors = load_file(next((tmp_path / "trained").glob("*.safetensors")))
+    tensors["layers.0.ffn.experts.0.w2.scale"].view(torch.uint8)[0, 0] -= 30
+    with pytest.raises(ValueError, match=r"experts\.0\.w2\.weight: its scales are further apart than e4m3 stores"):
+        variants.to_nvfp4(tensors, {})
 
 
 def test_the_trained_dspark_draft_is_the_one_that_is_defined(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "indexer": kernel_tables.indexer,
     "linear_fp8": kernel_tables.linear_fp8,
     "prefix_simulation": served_tables.prefix_simulation,
+    "quality": served_tables.quality,
     "ranks": served_tables.ranks,
     "sequence_parallel": served_tables.sequence_parallel,
     "speculation": served_tables.speculation,

@@ -362,3 +362,23 @@ def agreement() -> str:
     rows = load("agreement_h200")["rows"]
     shown = ([f"{r['one']} - {r['other']}", f"{r['mean']:.3f}", f"{r['median']:.3f}"] for r in rows)
     return markdown(("pair", "mean", "median"), shown)
+
+
+def quality() -> str:
+    """Perplexity and mean KL of each configuration on a CPU, each KL with its bound."""
+
+    def rows() -> Iterator[list[str]]:
+        for row in load("quality_cpu")["rows"]:
+            kinds = (row[kind] for kind in ("text", "chat", "decode"))
+            exact = max((kl for kind, kl in row.get("fp32", {}).items() if kind != "bound"), default=None)
+            bits = "all" if row["same_bits"] == 1 else f"{row['same_bits']:.0%}"
+            yield [
+                row["name"],
+                f"{row['text']['perplexity']:.2f}",
+                *(f"{1000 * one['kl']:.1f} / {1000 * one['bound']:.1f}" for one in kinds),
+                bits,
+                "" if exact is None else f"{exact:.0e}",
+            ]
+
+    head = ("", "perplexity", "KL of text", "of chats", "of answers", "bits of the first row", "KL in fp32")
+    return markdown(head, rows())

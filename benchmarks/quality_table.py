@@ -1,0 +1,133 @@
+"""Quality of every configuration that is offered: servers of the trained checkpoint against the reference in fp32.
+
+    PYTHONPATH=tests/lib:benchmarks python benchmarks/quality_table.py trained --out benchmarks/results/quality_cpu.json
+
+starts the servers of `lib.quality_configurations.ON_A_CPU` one after the other (`--only TEXT …`: those whose name has
+TEXT; `--add`: into the file, in place of rows of the same names). On a host with GPUs, where nobody has run it yet:
+
+    PYTHONPATH=benchmarks python -m train_tiny.widen trained WIDE
+    PYTHONPATH=tests/lib:benchmarks python benchmarks/quality_table.py WIDE --gpus 1 --out quality_h200.json
+
+starts those of `ON_GPUS` that fit into the number of GPUs: ours and SGLang's built-in on the same checkpoint.
+
+Inputs: windows of this repository's documents, which were not trained on; conversations of the training's tasks with
+other numbers and names (`train_tiny.tasks`), teacher-forced; and prompts of a text that are continued greedily, so that
+decode and verify steps are judged, too: the reference computes the distribution after every token that the server
+answered. A configuration with a prefix reuses the first two pages of each window; the rest is judged.
+
+Two references (`tests/lib/model/reference.py`), both in fp32. KL is measured against the one with the configuration's
+own quantisers; "to the trained model" against the one with all quantisers, the function that was trained. A mean KL may
+be twice that of the reference with activations in bf16 (`quality_figures.bound_of`): the server rounds as often as
+PyTorch does there, at other places. In fp32 without quantisers log-probabilities may differ by `TOLERANCE`, as
+everywhere in this project, which is a KL of at most half its square. Exit status 1 if a configuration is beyond a
+bound, lacks bits that it promises, or is further from the trained model than the built-in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from lib.quality_configurations import ON_A_CPU, ON_GPUS, Configuration
+from lib.quality_figures import TOP
+from lib.quality_measuring import TEXT_TOKENS, NoHitError, Start, Table, forked, inputs, problems
+from lib.servers import DidNotComeUpError, running
+from lib.versions import versions
+
+PORT = 31_700
+
+
+def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Kinds in which our mean KL to the trained model is larger than that of every configuration of the built-in."""
+    found = []
+    for kind in ("text", "chat", "decode"):
+        theirs = [one[kind]["to_trained"] for one in rows if one["contender"].startswith("builtin")]
+        found += [
+            f"{one['name']}: KL of {kind} to the trained model {one[kind]['to_trained']:.2e}, "
+            f"built-in {min(theirs):.2e}"
+            for one in rows
+            if theirs and one["contender"].startswith("ours") and one[kind]["to_trained"] > min(theirs)
+        ]
+    return found
+
+
+def from_command(configuration: Configuration, checkpoint: Path, folder: Path) -> AbstractContextManager[Any]:
+    """The server of a configuration, started as users do."""
+    server = configuration.contender.partition("+")[0]
+    flags, env = configuration.server_flags(), configuration.environment(folder)
+    return running(server, checkpoint, flags, PORT, folder / "log", env=env)
+
+
+def shown(measured: dict[str, Any]) -> str:
+    """A row for people."""
+    kinds = " ".join(f"{measured[k]['kl']:.2e}/{measured[k]['bound']:.1e}" for k in ("text", "chat", "decode"))
+    exact = max((kl for kind, kl in measured.get("fp32", {}).items() if kind != "bound"), default=None)
+    fp32 = "" if exact is None else f"{exact:.1e}"
+    return f"{measured['name']:38} {measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%} {fp32}"
+
+
+def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
+    """Run the command line of the module's docstring; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs of this host; 0: the configurations of a CPU")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="configurations whose name has one of the texts")
+    parser.add_argument("--add", action="store_true", help="to the rows of OUT")
+    parser.add_argument("--folder", type=Path, help="for logs; by default a temporary one")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args(arguments)
+    offered = [one for one in (ON_GPUS if chosen.gpus else ON_A_CPU) if one.ranks <= max(1, chosen.gpus)]
+    wanted = [one for one in offered if not chosen.only or any(text in one.name for text in chosen.only)]
+    if not wanted:
+        parser.error(f"no configuration has {chosen.only}; there are: {', '.join(one.name for one in offered)}")
+    if wanted[0] is not offered[0]:
+        wanted.insert(0, offered[0])  # whose bits the others are compared with
+    given, rows = inputs(chosen.checkpoint), {}
+    if chosen.add and chosen.out and chosen.out.exists():
+        before = json.loads(chosen.out.read_text())
+        if before["inputs"] != given.digest():
+            parser.error(f"{chosen.out} was measured with other documents: measure all rows again, without --add")
+        rows = {one["name"]: one for one in before["rows"]}
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        start = start or (from_command if chosen.gpus else forked)
+        table = Table(chosen.checkpoint, folder, start, given)
+        print(
+            f"{'':38} perplexity, KL/bound of text, chat, decode; same bits; KL in fp32 without quantisers", flush=True
+        )
+        for one in wanted:
+            try:
+                rows[one.name] = measured = table.measure(one)
+            except (DidNotComeUpError, NoHitError, OSError) as error:
+                failed.append(f"{one.name}: {error}")
+                print(f"{one.name}: {error}", flush=True)
+                continue
+            failed += problems(measured)
+            print(shown(measured), flush=True)
+            order = {each.name: number for number, each in enumerate(offered)}
+            result = {
+                "checkpoint": chosen.checkpoint.name,
+                "inputs": given.digest(),
+                "text_tokens": TEXT_TOKENS,
+                "top": TOP,
+                "versions": versions(),
+                "rows": sorted(rows.values(), key=lambda row: order.get(row["name"], len(order))),
+            }
+            if chosen.out is not None:
+                chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+    failed += beside_the_builtin(list(rows.values()))
+    print("\n".join(f"beyond: {line}" for line in failed) or "all within their bounds")
+    print(json.dumps({"configurations": len(rows), "beyond": failed}))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
