@@ -19,8 +19,8 @@ class Pass(Enum):
     """How the current forward runs."""
 
     DIRECT = "without graphs of its prefill"
-    UNMEASURED = "before it is recorded: there is no batch, so breaks return zeros"
-    RECORDED = "recorded, or called again in place of a replay"
+    WARM_UP = "before it is recorded: there is no batch, so breaks write zeros"
+    RECORDED = "recorded"
 
 
 _pass = Pass.DIRECT
@@ -38,8 +38,8 @@ def running(kind: Pass) -> Iterator[None]:
 
 
 def has_breaks() -> bool:
-    """Whether the current forward is recorded or about to be: then a result that crosses a break is written into memory
-    that was allocated before it."""
+    """Whether the current forward is recorded, or warms up for it. A result that crosses a break is then written into
+    memory that was allocated before the break."""
     return _pass is not Pass.DIRECT
 
 
@@ -50,7 +50,7 @@ def break_into(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def call(self: object, out: Tensor, *arguments: object) -> None:
-        if _pass is Pass.UNMEASURED:
+        if _pass is Pass.WARM_UP:
             out.zero_()
         else:
             recorded(self, out, *arguments)

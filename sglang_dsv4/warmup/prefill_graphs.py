@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_DSV4_PREFILL_GRAPHS"
 FEWEST_TOKENS = 256
+MOST_TOKENS = 8192
+"""Most tokens of a graph where prompts are not divided into chunks."""
 MOST_PADDING = 1 / 3
 """Most padding tokens of a replay, as a share of the batch's tokens."""
 
@@ -103,7 +105,7 @@ class PrefillGraphs:
                 self._replays[size] = self._recorded(size, context.stream)
 
     def _recorded(self, size: int, stream: torch.cuda.Stream) -> Callable[[], None]:
-        with running(Pass.UNMEASURED):
+        with running(Pass.WARM_UP):
             outputs = self._forward(size)
             if self._outputs is None:  # the largest one's
                 self._outputs = outputs
@@ -178,9 +180,13 @@ def record_prefills(runner: ModelRunner) -> None:
     if disabled or stages or data_parallel.is_on() or not current_platform.capabilities.graph_capture:
         return
     begin, free = time.perf_counter(), _free_bytes(runner)
-    graphs = PrefillGraphs(model.model, sizes(get_schedule().chunked_prefill_size), runner.spec_algorithm.is_eagle())
+    chunk = get_schedule().chunked_prefill_size or 0
+    most = chunk if chunk > 0 else MOST_TOKENS
+    graphs = PrefillGraphs(model.model, sizes(most), runner.spec_algorithm.is_eagle())
     graphs.record()
     model.prefill_graphs = graphs
+    if get_parallel().tp_rank != 0:
+        return
     logger.info(
         "CUDA graphs of prefills of %s tokens: %.1f s, %.2f GB",
         ", ".join(map(str, graphs.sizes)),

@@ -1,6 +1,7 @@
 """Speculation with CUDA graphs, as far as a CPU can show it: `replayed_graphs` against a server without speculation.
 
-Graphs of 1, 4 and 16 requests, so batches are padded. The host learns the requests' lengths a step late, as on a GPU.
+Graphs of 1, 4 and 16 requests, and of prefills, so batches are padded. The host learns the requests' lengths a step
+late, as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from serving.speculation import (
 )
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.warmup import prefill_graphs
 from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
 
 pytestmark = pytest.mark.slow  # each of the servers
@@ -45,7 +47,8 @@ def replaying_server(name: str, folder: Path, *more: str, env: dict[str, str] | 
     with pytest.MonkeyPatch.context() as environment:
         oracle = oracle_drafts.install(folder)
         environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
-        env = {**TAILS, **oracle, **replayed_graphs.install(folder / "graphs"), **switch, **(env or {})}
+        graphs = {**replayed_graphs.install(folder / "graphs"), prefill_graphs.VARIABLE: "on"}
+        env = {**TAILS, **oracle, **graphs, **switch, **(env or {})}
     flags = (*drafting_flags(algorithm), "--cuda-graph-bs-decode", "1", "4", "16")
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, *more, env=env) as running:
         yield Speculating(running, name, folder)
@@ -110,6 +113,7 @@ def test_every_kind_of_graph_was_replayed(replaying: Speculating) -> None:
     """Runs last: no check of SGLang's or ours has ended the server."""
     for runner, width in RUNNERS[replaying.algorithm].items():
         assert replayed_graphs.LINE.format(runner, width) in replaying.server.log
+    assert replayed_graphs.PREFILL_LINE in replaying.server.log
     assert replaying.server.is_alive()
     assert "Traceback" not in replaying.server.log
 

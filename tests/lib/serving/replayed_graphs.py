@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ WORKERS = (
 )
 COMMIT = "sglang.srt.speculative.dspark_components.dspark_verify.TargetVerifyExecutor.commit_hidden"
 LINE = "replayed graphs: {} of {} tokens a request"
+PREFILL_LINE = "replayed graphs: prefills"
 COMMIT_LINE = "replayed graphs: context rows are stored outside of them"
 
 
@@ -113,6 +115,59 @@ class ReplayedGraphs:
         self._outputs.clear()
 
 
+def recorded_prefill(forward: Callable[[], None], stream: object = None) -> Callable[[], None]:
+    """Return a replay of a recorded prefill (`sglang_dsv4.warmup.prefill_graphs`).
+
+    Work between two breaks may read nothing of the batch, and nothing back to the host. A break must write each row of
+    the memory that it gets, since the experts route padding rows, too.
+    """
+    from sglang_dsv4.layers import attention, compressor, graph_breaks, indexer
+    from sglang_dsv4.layers.attention import Attention
+
+    original, users = Attention._attend_into, [attention, compressor, indexer]
+    users = [module for module in users if hasattr(module, "get_attn_backend")]
+
+    def replay() -> None:
+        in_break = False
+
+        def guarded(get: Callable[[], Any]) -> Callable[[], Any]:
+            def backend() -> Any:
+                assert in_break, "work between two breaks reads the batch"
+                return get()
+
+            return backend
+
+        def attend_into(self: Attention, o: Tensor, *arguments: Any) -> None:
+            nonlocal in_break
+            in_break = True
+            o.fill_(float("nan"))
+            with _disable_current_modes():
+                original(self, o, *arguments)
+                assert not o.isnan().any(), "a break leaves rows as they were"
+            in_break = False
+
+        with contextlib.ExitStack() as stack:
+            for module in users:
+                get = guarded(module.get_attn_backend)
+                stack.enter_context(mock.patch.object(module, "get_attn_backend", get))
+            stack.enter_context(mock.patch.object(Attention, "_attend_into", attend_into))
+            stack.enter_context(graph_breaks.running(graph_breaks.Pass.RECORDED))
+            stack.enter_context(NoHostReads())
+            forward()
+
+    return replay
+
+
+def _announced(forward: Callable[[], None], stream: object) -> Callable[[], None]:
+    replay = recorded_prefill(forward)
+
+    def announced() -> None:
+        print(PREFILL_LINE, flush=True)
+        replay()
+
+    return announced
+
+
 def copy_into(to: Any, origin: Any) -> None:
     """Copy results into the tensors of the capture, where a recorded graph writes them."""
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
@@ -157,7 +212,10 @@ def setup() -> None:
 
     from dsv4_kernels import registry
     from sglang_dsv4.cpu.platform import CpuPlatform
+    from sglang_dsv4.warmup import prefill_graphs
 
+    prefill_graphs.graph_capture, prefill_graphs.recorded = no_stream, _announced
+    prefill_graphs._capture_stream = lambda: None
     for worker in WORKERS:
         HookRegistry.register(f"{worker}.forward_batch_generation", without_host_lengths, HookType.AROUND)
     HookRegistry.register(COMMIT, lambda *args, **kwargs: print(COMMIT_LINE, flush=True), HookType.BEFORE)

@@ -42,14 +42,15 @@ def test_every_rank_has_a_token_of_a_padded_batch(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("switch", "capturable", "stages", "groups", "recorded"),
+    ("switch", "capturable", "stages", "groups", "chunk", "recorded"),
     [
-        (None, True, 1, False, False),
-        ("off", True, 1, False, False),
-        ("on", True, 1, False, True),
-        ("on", False, 1, False, False),
-        ("on", True, 2, False, False),
-        ("on", True, 1, True, False),
+        (None, True, 1, False, 512, None),
+        ("off", True, 1, False, 512, None),
+        ("on", True, 1, False, 512, [256, 384, 512]),
+        ("on", True, 1, False, -1, sizes(8192)),
+        ("on", False, 1, False, 512, None),
+        ("on", True, 2, False, 512, None),
+        ("on", True, 1, True, 512, None),
     ],
 )
 def test_prefills_are_recorded_where_they_can_be(
@@ -57,7 +58,8 @@ def test_prefills_are_recorded_where_they_can_be(
     capturable: bool,
     stages: int,
     groups: bool,
-    recorded: bool,
+    chunk: int,
+    recorded: list[int] | None,
     harness: Harness,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -70,18 +72,17 @@ def test_prefills_are_recorded_where_they_can_be(
         monkeypatch.setenv(prefill_graphs.VARIABLE, switch)
     graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=Backend.FULL)))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
-    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=512))
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=chunk))
     monkeypatch.setattr(type(current_platform), "capabilities", SimpleNamespace(graph_capture=capturable))
     monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: groups)
     monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last=stages == 1))
     monkeypatch.setattr(PrefillGraphs, "record", lambda graphs: None)
     runner = SimpleNamespace(model=harness.model, spec_algorithm=SimpleNamespace(is_eagle=lambda: True), gpu_id=0)
-    with mock.patch.object(harness.model, "prefill_graphs", None):
+    with mock.patch.object(harness.model, "prefill_graphs", None), harness._active():
         prefill_graphs.record_prefills(runner)
         graphs = harness.model.prefill_graphs
-    assert (graphs is not None) == recorded
-    if recorded:
-        assert graphs.sizes == [256, 384, 512] and graphs.with_streams
+    assert (None if graphs is None else graphs.sizes) == recorded
+    assert graphs is None or graphs.with_streams
 
 
 @pytest.fixture(scope="module")
