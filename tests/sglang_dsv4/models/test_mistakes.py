@@ -164,8 +164,8 @@ def yarn_on_window_layers(plant: Plant) -> None:
 def mscale(plant: Plant) -> None:
     def wrap(original: Callable) -> Callable:
         factor = 0.1 * torch.tensor(16.0).log().item() + 1
-        return lambda layer, q, window, selected, sink, scale, tokens: original(
-            layer, q, window, selected, sink, scale * factor**2, tokens
+        return lambda layer, q, window, selected, sink, scale, *others: original(
+            layer, q, window, selected, sink, scale * factor**2, *others
         )
 
     plant.backend("attend", wrap)
