@@ -359,7 +359,8 @@ print(json.dumps([origin.source for origin in compile_cache.origins()]))
 
 
 def start(program: Path, *arguments: str) -> subprocess.Popen:
-    program.write_text(REAL_KERNEL)  # the DSL reads the source of the functions that it compiles
+    if not program.exists():  # another process may be reading it
+        program.write_text(REAL_KERNEL)  # the DSL reads the source of the functions that it compiles
     return subprocess.Popen([sys.executable, str(program), *arguments], stdout=subprocess.PIPE, text=True)
 
 
