@@ -10,7 +10,7 @@ TEXT; `--add`: into the file, in place of rows of the same names). On a host wit
 
 starts those of `ON_GPUS` that fit into the number of GPUs: ours and SGLang's built-in on the same checkpoint.
 
-Inputs: windows of this repository's documents, which were not trained on; conversations of the training's tasks with
+Inputs: windows of this repository's licence, which was not trained on; conversations of the training's tasks with
 other numbers and names (`train_tiny.tasks`), teacher-forced; and prompts of a text that are continued greedily, so that
 decode and verify steps are judged, too: the reference computes the distribution after every token that the server
 answered. A configuration with a prefix reuses the first two pages of each window; the rest is judged.

@@ -25,6 +25,9 @@ SMALL_REST, ROUNDING = 1e-3, 1e-7
 SHORTEST = 128
 """Tokens of the shortest window: one group of an HCA layer."""
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs"
+FIXED_TEXT = (Path(__file__).resolve().parents[2] / "LICENSE",)
+"""A text on which the trained checkpoint was not trained, and which does not change, as the documents do: figures of
+different commits have the same inputs."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from train_tiny.variants import KINDS, write
 
 from lib.quality_configurations import COLD, PREFIX_TOKENS, Configuration
 from lib.quality_figures import (
-    DOCUMENTS,
+    FIXED_TEXT,
     SHORTEST,
     Row,
     Scores,
@@ -83,12 +83,11 @@ def inputs(
     prompts: Sequence[int] = DECODE_PROMPTS,
 ) -> Inputs:
     """The sequences of a measurement: always the same for a tokenizer and numbers."""
-    documents = sorted(DOCUMENTS.glob("*.md"))
-    texts = windows(checkpoint, documents, TEXT_TOKENS, text_windows + 1)
+    texts = windows(checkpoint, FIXED_TEXT, TEXT_TOKENS, text_windows + 1)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     frame, rng = Frame(**frame_of(tokenizer)), random.Random("quality")  # no seed of training
     kinds = (tasks.small_talk, tasks.json_answer, tasks.tool_call)
-    hay = [line for line in documents[0].read_text().split("\n") if line][:20]
+    hay = [line for line in FIXED_TEXT[0].read_text().split("\n") if line][:20]
     chats = []
     for number in range(conversations):
         kind = number % (len(kinds) + 1)

@@ -160,7 +160,7 @@ def test_drafts_are_accepted_as_by_the_equations_also_after_a_hit(tokenizer: Tok
     """In fp32 without quantisers: as many verify steps as the reference's MTP module needs for the same answers, cold
     and after a prefix was found on the device."""
     prompts = [needle(tokenizer, length).tokens for length in (601, 770, 1027)]
-    texts = figures.windows(TRAINED, sorted(figures.DOCUMENTS.glob("*.md")), 700, 2)
+    texts = figures.windows(TRAINED, figures.FIXED_TEXT, 700, 2)
     with running_server(TRAINED, tmp_path / "log", *IN_FP32, *EAGLE, env=NO_QUANTISERS | EVERY_PAGE) as server:
         for prompt in [*prompts, *texts]:
             cold, hit = (figures.generate(server.url, prompt.tolist(), 40) for _ in range(2))

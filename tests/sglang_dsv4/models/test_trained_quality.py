@@ -36,7 +36,7 @@ QUANT = {"off": OFF, "full": FULL}
 
 @cache
 def window() -> Tensor:
-    return figures.windows(TRAINED, sorted(figures.DOCUMENTS.glob("*.md")), TOKENS, 1)[0]
+    return figures.windows(TRAINED, figures.FIXED_TEXT, TOKENS, 1)[0]
 
 
 @cache
