@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     if chosen.add and chosen.out and chosen.out.exists():
         before = json.loads(chosen.out.read_text())
         if before["inputs"] != given.digest():
-            parser.error(f"{chosen.out} was measured with other documents: measure all rows again, without --add")
+            parser.error(f"{chosen.out} was measured with other inputs: measure all rows again, without --add")
         rows = {one["name"]: one for one in before["rows"]}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:

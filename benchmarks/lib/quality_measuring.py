@@ -71,7 +71,7 @@ class Inputs:
     prompts: list[Tensor]
 
     def digest(self) -> str:
-        """The same for the same tokens: the documents change."""
+        """The same for the same tokens, which depend on the tokenizer and on the tasks of the training."""
         parts = [part.tolist() for part in (*self.texts, *self.chats, *self.prompts)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

@@ -76,7 +76,7 @@ class PrefillGraphs:
 
     Args:
         model: a `DeepseekV4Model` without stages.
-        numbers_of_tokens: to record; multiples of the number of ranks.
+        numbers_of_tokens: to record.
         with_streams: whether a draft reads the streams, [T, n * d].
     """
 
@@ -95,8 +95,9 @@ class PrefillGraphs:
         if i == len(self.sizes):
             return None
         rows = sequence_parallel.of_forward(ForwardMode.EXTEND, self.sizes[i])
-        padding, most = self.sizes[i] - tokens, MOST_PADDING * tokens
-        return self.sizes[i] if padding <= (most if rows.is_whole else min(most, rows.size - 1)) else None
+        reaches_the_last_rank = tokens > (rows.count - 1) * rows.size
+        is_near = self.sizes[i] - tokens <= MOST_PADDING * tokens
+        return self.sizes[i] if is_near and reaches_the_last_rank else None
 
     def record(self) -> None:
         """Record all sizes, the largest first: the others fit into its memory."""

@@ -39,6 +39,8 @@ def test_every_rank_has_a_token_of_a_padded_batch(monkeypatch: pytest.MonkeyPatc
     graphs = graphs_of(128)
     assert graphs.size_of(112) is None and graphs.size_of(113) == 128
     assert RowShards(128, 8, 7).of_first(113).own == slice(112, 113)
+    graphs = graphs_of(100)  # seven ranks have 13 rows, the last one 9
+    assert graphs.size_of(91) is None and graphs.size_of(92) == 100
 
 
 @pytest.mark.parametrize(
