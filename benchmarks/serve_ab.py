@@ -359,7 +359,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a server")
     parser.add_argument("--accepted", type=float, help="tokens a step of servers that draft")
     parser.add_argument("--repeats", type=int, choices=(1, 2, 3), default=3, help="of short loads")
-    parser.add_argument("--requests", nargs="+", type=int, help="of decode and 8k_1k, by default all their numbers")
+    parser.add_argument("--requests", nargs="+", type=int, help="of decode and 8k_1k, in place of their numbers")
     parser.add_argument("--in-turns", type=Path, help="folder of servers that run at once")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call, with --in-turns")
     parser.add_argument("--stop", action="store_true", help="end the servers of --in-turns, measure nothing")
