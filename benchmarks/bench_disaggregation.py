@@ -181,8 +181,8 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run the command line of the module's docstring."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -199,15 +199,21 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=30500)
     parser.add_argument("--logs", type=Path, default=Path())
     parser.add_argument("flags", nargs="*")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the command line of the module's docstring."""
+    command = parser()
+    args = command.parse_args()
     gpus = torch.cuda.device_count()
     if any(length % transfer_rate.PAGE_TOKENS or length <= 0 for length in args.lengths):
-        parser.error(f"--lengths {args.lengths}: expected multiples of {transfer_rate.PAGE_TOKENS} tokens")
+        command.error(f"--lengths {args.lengths}: expected multiples of {transfer_rate.PAGE_TOKENS} tokens")
     if "serve" in args.works:
         if args.model is None:
-            parser.error("the work `serve` needs --model")
+            command.error("the work `serve` needs --model")
         if gpus == 1:
-            parser.error("the work `serve` needs two GPUs, or none: it compares two servers with one on both GPUs")
+            command.error("the work `serve` needs two GPUs, or none: it compares two servers with one on both GPUs")
         args.vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     result = {
         "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "cpu",

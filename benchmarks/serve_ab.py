@@ -325,6 +325,8 @@ def compare_in_turns(comparison: Comparison, turns: Turns) -> list[str]:
         for contender in comparison.to_run()
     }
     wanted = [name for name, stages in missing.items() if stages]
+    if not wanted:  # servers of other contenders stay for the call that wants them
+        return []
     for cell in comparison.cells():
         without = sum(cell.stage in stages for stages in missing.values())
         print(f"{cell.stage:28} {cell.seconds:5.0f} s a contender, {without} without it", flush=True)
