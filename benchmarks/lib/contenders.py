@@ -93,7 +93,7 @@ PARTS = {
     "prefill_cp": Part(
         _BUILTIN, "context parallelism of prefills", ("--enable-prefill-cp", "--cp-strategy", "interleave")
     ),
-    "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", env={"SGLANG_DSV4_PREFILL_GRAPHS": "on"}),
+    "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", ("--cuda-graph-backend-prefill", "breakable")),
     "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
 }
 
