@@ -25,6 +25,7 @@ from serving.server import (
     start,
     stop,
     wait_for_files,
+    wait_until,
 )
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
@@ -52,6 +53,8 @@ def two_nodes(model: Path, folder: Path, *flags: str) -> Iterator[tuple[Server, 
     env = TAILS | {"GLOO_SOCKET_IFNAME": "lo", FOLDER_VARIABLE: str(folder / "files")}
     other, _ = start(model, folder / "log1", (*flags, *nodes, "1"), env, from_command=False)
     try:
+        # With groups each launch looks whether the first node's ports are free; on hosts of their own they are.
+        wait_until(lambda: "server_args=" in (folder / "log1").read_text())
         with running_server(model, folder / "log0", *flags, *nodes, "0", env=env) as server:
             yield server, other
     finally:
