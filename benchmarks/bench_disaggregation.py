@@ -1,8 +1,9 @@
 """A prefill and a decode server: bytes a second of transfers, and times under a mixed load beside one server.
 
     python benchmarks/bench_disaggregation.py --model MODEL --out benchmarks/results/pd_h200_x2.json
-        [--works transfer serve] [--contenders pd one] [--lengths 256 2048 16384] [--chats 32] [--prompt 1024]
-        [--answer 256] [--long 16384] [--every 2] [--seconds 60] [--port 30500] [--logs DIR] [-- flags of all servers]
+        [--backend nixl] [--works transfer serve] [--contenders pd one] [--lengths 256 2048 16384] [--chats 32]
+        [--prompt 1024] [--answer 256] [--long 16384] [--every 2] [--seconds 60] [--port 30500] [--logs DIR]
+        [-- flags of all servers]
 
 Works:
 
@@ -15,9 +16,9 @@ Works:
                between a chat's tokens; tokens a second of the chats. A request to `pd` goes to both servers, as a
                router sends it.
 
-The engine is Mooncake's over TCP where it is installed, else on a CPU the one of this package. On GPUs without Mooncake
-`PYTHONPATH=tests/lib/gpu_sockets` provides one, for tests. On a CPU `serve` runs with one rank a server, and its times
-say only that the script works.
+With `--backend nixl` NIXL transfers, over UCX. Otherwise it is Mooncake over TCP where it is installed, else on a CPU
+the engine of this package. On GPUs without either, `PYTHONPATH=tests/lib/gpu_sockets` provides an engine for tests. On
+a CPU `serve` runs with one rank a server, and its times say only that the script works.
 """
 
 from __future__ import annotations
@@ -130,21 +131,26 @@ def started(contender: str, args: argparse.Namespace) -> Iterator[Callable[[obje
         bootstrap, urls = args.port + 3, []
         for number, side in enumerate(("prefill", "decode")):
             flags = [MODE, side, "--disaggregation-bootstrap-port", str(bootstrap), "--host", HOST]
-            flags += ["--disaggregation-transfer-backend", "mooncake_tcp"]
+            flags += ["--disaggregation-transfer-backend", args.backend]
             flags += ["--disaggregation-decode-enable-radix-cache"] if side == "decode" else []
-            env = {"SGLANG_HOST_IP": HOST, **({"CUDA_VISIBLE_DEVICES": visible_gpu(number)} if gpus else {})}
+            env = {"SGLANG_HOST_IP": HOST, **({"CUDA_VISIBLE_DEVICES": visible_gpus(number)} if gpus else {})}
             urls.append(server(side, args.port + 1 + number, flags, env))
         yield lambda session: PairClient(session, urls, bootstrap)
 
 
-def visible_gpu(number: int) -> str:
-    """Return what CUDA_VISIBLE_DEVICES must be for one of the GPUs that this process sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[number] if visible else str(number)
+def visible_gpus(number: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must be for one of the first two GPUs that this process sees.
+
+    The other one follows: CUDA IPC, by which NIXL copies, opens the memory of GPUs that the process sees.
+    """
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    return f"{visible[number]},{visible[1 - number]}"
 
 
-def engine() -> str:
-    """Return which engine transfers, with the version of an installed Mooncake."""
+def engine(backend: str) -> str:
+    """Return which engine transfers, with the version of an installed one."""
+    if backend == "nixl":
+        return f"nixl {version('nixl')} over UCX"
     spec = find_spec("mooncake")
     if spec is None:
         return "sockets of sglang-dsv4"
@@ -175,11 +181,12 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run the command line of the module's docstring."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--backend", choices=transfer_rate.ENGINES, default="mooncake_tcp")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS)
     parser.add_argument("--contenders", nargs="+", choices=(PD, ONE), default=(PD, ONE))
     parser.add_argument("--lengths", nargs="+", type=int, default=(256, 2048, 16384))
@@ -192,19 +199,25 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=30500)
     parser.add_argument("--logs", type=Path, default=Path())
     parser.add_argument("flags", nargs="*")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the command line of the module's docstring."""
+    command = parser()
+    args = command.parse_args()
     gpus = torch.cuda.device_count()
     if any(length % transfer_rate.PAGE_TOKENS or length <= 0 for length in args.lengths):
-        parser.error(f"--lengths {args.lengths}: expected multiples of {transfer_rate.PAGE_TOKENS} tokens")
+        command.error(f"--lengths {args.lengths}: expected multiples of {transfer_rate.PAGE_TOKENS} tokens")
     if "serve" in args.works:
         if args.model is None:
-            parser.error("the work `serve` needs --model")
+            command.error("the work `serve` needs --model")
         if gpus == 1:
-            parser.error("the work `serve` needs two GPUs, or none: it compares two servers with one on both GPUs")
+            command.error("the work `serve` needs two GPUs, or none: it compares two servers with one on both GPUs")
         args.vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     result = {
         "device": f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "cpu",
-        "engine": engine(),
+        "engine": engine(args.backend),
         "load_average": os.getloadavg()[0],  # of other work on this machine, at the start
         "cores": os.cpu_count(),
         "versions": versions(),
@@ -212,7 +225,7 @@ def main() -> None:
     }
     if "transfer" in args.works:
         devices = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
-        result["transfer"] = [asdict(rate) for rate in transfer_rate.measure(args.lengths, devices)]
+        result["transfer"] = [asdict(rate) for rate in transfer_rate.measure(args.lengths, devices, args.backend)]
     if "serve" in args.works:
         result["load"] = {
             name: getattr(args, name) for name in ("chats", "prompt", "answer", "long", "every", "seconds")

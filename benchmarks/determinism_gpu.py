@@ -303,8 +303,8 @@ def rows_of(default: Speeds, deterministic: Speeds) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main(arguments_given: Sequence[str] | None = None) -> int:
-    """Run the works, print tables, write JSON."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=[w for w in WORKS if w != "speculation"])
@@ -319,7 +319,12 @@ def main(arguments_given: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=float("inf"), help="no work begins on a server after so many seconds"
     )
     parser.add_argument("flags", nargs="*", help="of all servers, after --")
-    arguments = parser.parse_args(arguments_given)
+    return parser
+
+
+def main(arguments_given: Sequence[str] | None = None) -> int:
+    """Run the works, print tables, write JSON."""
+    arguments = parser().parse_args(arguments_given)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     begin, proof = time.monotonic(), Proof(arguments)
     left = [work for work in WORKS if work in arguments.works]

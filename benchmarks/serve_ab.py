@@ -325,6 +325,8 @@ def compare_in_turns(comparison: Comparison, turns: Turns) -> list[str]:
         for contender in comparison.to_run()
     }
     wanted = [name for name, stages in missing.items() if stages]
+    if not wanted:  # servers of other contenders stay for the call that wants them
+        return []
     for cell in comparison.cells():
         without = sum(cell.stage in stages for stages in missing.values())
         print(f"{cell.stage:28} {cell.seconds:5.0f} s a contender, {without} without it", flush=True)
@@ -359,7 +361,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a server")
     parser.add_argument("--accepted", type=float, help="tokens a step of servers that draft")
     parser.add_argument("--repeats", type=int, choices=(1, 2, 3), default=3, help="of short loads")
-    parser.add_argument("--requests", nargs="+", type=int, help="of decode and 8k_1k, by default all their numbers")
+    parser.add_argument("--requests", nargs="+", type=int, help="of decode and 8k_1k, in place of their numbers")
     parser.add_argument("--in-turns", type=Path, help="folder of servers that run at once")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call, with --in-turns")
     parser.add_argument("--stop", action="store_true", help="end the servers of --in-turns, measure nothing")

@@ -130,12 +130,6 @@ SWITCHES = (
         "in forwards of up to 16 tokens, kernels of a layer that do not depend on each other are one launch",
     ),
     Switch(
-        "SGLANG_DSV4_PREFILL_GRAPHS",
-        ("on", "off"),
-        "off",
-        "on: a prefill replays CUDA graphs; each layer's attention runs between them",
-    ),
-    Switch(
         "SGLANG_DSV4_COMPARE_ATTENTION",
         (),
         "none",

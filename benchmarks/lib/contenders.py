@@ -33,6 +33,17 @@ _HUMMING = ("--moe-runner-backend", "humming")
 _FLASHINFER = ("--moe-runner-backend", "flashinfer_mxfp4")
 _BOTH, _OURS, _BUILTIN = ("ours", "builtin"), ("ours",), ("builtin",)
 
+
+def _groups(count: int) -> Part:
+    flags = ("--enable-dp-attention", "--dp-size", str(count))
+    return Part(_BOTH, f"attention data parallelism: {count} groups with requests of their own", flags)
+
+
+def _stages(ranks: int, stages: int) -> Part:
+    flags = ("--tp-size", str(ranks), "--pp-size", str(stages))
+    return Part(_BOTH, f"{stages} pipeline stages of {ranks} rank{'s' * (ranks > 1)}; --tp counts all GPUs", flags)
+
+
 PARTS = {
     "marlin": Part(_BUILTIN, "experts by Marlin, W4A16", ("--moe-runner-backend", "marlin")),
     "flashinfer": Part(_BUILTIN, "experts by FlashInfer's CUTLASS, W4A16: SGLang's default on Hopper", _FLASHINFER),
@@ -68,7 +79,21 @@ PARTS = {
         "the same, and a rank attends for its own tokens only",
         env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "attention"},
     ),
-    "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", env={"SGLANG_DSV4_PREFILL_GRAPHS": "on"}),
+    "dp2": _groups(2),
+    "dp4": _groups(4),
+    "ep2": Part(_BOTH, "whole experts on each of 2 ranks", ("--ep-size", "2")),
+    "ep4": Part(_BOTH, "whole experts on each of 4 ranks", ("--ep-size", "4")),
+    "exchange": Part(
+        _OURS,
+        "with groups and whole experts: tokens go to the ranks of their experts, and rows come back",
+        env={"SGLANG_DSV4_EXPERT_ROWS": "exchange"},
+    ),
+    "tp1_pp2": _stages(1, 2),
+    "tp2_pp2": _stages(2, 2),
+    "prefill_cp": Part(
+        _BUILTIN, "context parallelism of prefills", ("--enable-prefill-cp", "--cp-strategy", "interleave")
+    ),
+    "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", ("--cuda-graph-backend-prefill", "breakable")),
     "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
 }
 

@@ -2,6 +2,7 @@
 
 decode       1, 4, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
 prefill      eight prompts of 8K tokens; one of 64K
+long         one prompt of 256K tokens, which needs --context-length 270336
 multi_turn   32 conversations of four turns over four shared prefixes of 4K, which all fit into the pool
 8k_1k        1, 16, 64 and 256 requests of 8,192 tokens answered with 1,024: the form in which others publish
 profile      launches, busy time and span of a decode step and of a prefill chunk, and the host calls that
@@ -19,7 +20,7 @@ from lib.serve_profile import Profile, profile_decode, profile_prefill
 from lib.serve_rows import Figures
 from lib.servers import Server
 
-AMPLE = ("decode", "prefill", "multi_turn", "8k_1k", "profile")
+AMPLE = ("decode", "prefill", "long", "multi_turn", "8k_1k", "profile")
 """Works that do not need equal KV memory."""
 DECODE_REQUESTS = (1, 4, 16, 64, 128)
 PUBLISHED_REQUESTS = (1, 16, 64, 256)
@@ -81,7 +82,7 @@ def cells(
         gpus: of a server; tok/s of `8k_1k` are also given a GPU.
         accepted: tokens a step of servers that draft, which is part of the rows' names.
         repeats: of short loads.
-        requests: numbers of requests of `decode` and `8k_1k`; None for all.
+        requests: numbers of requests of `decode` and `8k_1k`, in place of theirs.
     """
     drafts = drafting(accepted)
     step_s = STEP_S if accepted is None else DRAFTED_STEP_S
@@ -103,9 +104,6 @@ def cells(
         name = work + drafts
         return Cell(f"{name}_{requests}", name, requests, measure, len(seeds), len(seeds) * once)
 
-    def chosen(numbers: Sequence[int]) -> list[int]:
-        return [n for n in numbers if requests is None or n in requests]
-
     def profile(work: str, requests: int, measure: Measure) -> Cell:
         name = work + drafts
         return Cell(f"profile_{name}_{requests}", name, requests, measure, 1, PROFILE_S)
@@ -113,15 +111,16 @@ def cells(
     of_work = {
         # One request's 256 tokens take half a second, in which any other program of the machine shows.
         "decode": [
-            cell("decode", n, _decode(n), CONTEXT, 256, short if n < 32 else (n,)) for n in chosen(DECODE_REQUESTS)
+            cell("decode", n, _decode(n), CONTEXT, 256, short if n < 32 else (n,)) for n in requests or DECODE_REQUESTS
         ],
         "prefill": [
             cell("prefill", 8, lambda seed: serve_load.prefill(8, 8192, seed), 8192, 1),
             cell("prefill_64k", 1, lambda seed: serve_load.prefill(1, 65_536, seed), 65_536, 1),
         ],
+        "long": [cell("prefill_256k", 1, lambda seed: serve_load.prefill(1, 262_144, seed), 262_144, 1, short[:1])],
         # The prefixes are computed once: 512 tokens a conversation.
         "multi_turn": [cell("multi_turn", 32, conversations, 512 + 4 * (256 + 64), 4 * 64)],
-        "8k_1k": [cell("8k_1k", n, _published(n), 8192, 1024, (n,)) for n in chosen(PUBLISHED_REQUESTS)],
+        "8k_1k": [cell("8k_1k", n, _published(n), 8192, 1024, (n,)) for n in requests or PUBLISHED_REQUESTS],
         "profile": [
             *(profile("decode", n, _profiled(n)) for n in (1, 64)),
             profile("prefill_64k", 1, _profiled_prefill),

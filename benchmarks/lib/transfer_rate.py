@@ -4,14 +4,19 @@ Two processes have a pool of V4-Flash's 43 layers each, in FP8 rows. SGLang's ow
 prompt and gives it to the engine; the plain copy is one block of as many bytes, from one run of memory to another.
 Copies alternate. The pages of a prompt are anywhere in both pools, as in a server that has run for long, or all in one
 run, as in a new one.
+
+The list of blocks is that of SGLang's sender for Mooncake, also where NIXL sends it: SGLang's sender for NIXL joins
+neighbouring pages in the same way.
 """
 
 from __future__ import annotations
 
+import base64
 import multiprocessing
 import random
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +76,7 @@ class Memory:
     """A pool, memory for a plain copy of half of its pages and of rings, and the engine with which both are
     registered."""
 
-    def __init__(self, device: str, pool_pages: int, fill: bool) -> None:
+    def __init__(self, device: str, pool_pages: int, backend: str, fill: bool) -> None:
         from dsv4_kernels.kv_layout import RowFormat
         from sglang_dsv4.cache.geometry import PoolGeometry
         from sglang_dsv4.cache.kv_pool import Dsv4KVPool
@@ -85,7 +90,7 @@ class Memory:
         if fill:
             for tensor in (self.plain, *(storage for _, _, storage in self.pool.tensors())):
                 tensor.view(torch.uint8).random_(0, 256)
-        self.engine = started_engine(device)
+        self.engine = ENGINES[backend](device)
         regions = [(self.plain.data_ptr(), self.plain.nbytes)]
         for buffers in (self.pages, self.rings):
             regions += zip(buffers.addresses, buffers.lengths, strict=True)
@@ -99,8 +104,7 @@ class Memory:
 
     def told(self) -> Side:
         """Return what the other side needs to write here."""
-        session = f"{HOST}:{self.engine.get_rpc_port()}"
-        return Side(session, self.pages.addresses, self.rings.addresses, self.plain.data_ptr())
+        return Side(self.engine.session(), self.pages.addresses, self.rings.addresses, self.plain.data_ptr())
 
     def sums(self, pages: Sequence[int], slot: int) -> list[int]:
         """Return a sum for each buffer of the bytes of these pages and of a request slot's rings, in their order."""
@@ -120,10 +124,10 @@ class Memory:
 
 
 class Engine(Protocol):
-    """The methods of Mooncake's engine that are used here; 0 is success."""
+    """Copies blocks of memory to a process with another engine of the kind; 0 is success."""
 
-    def get_rpc_port(self) -> int:
-        """Return the port at which other engines write."""
+    def session(self) -> str:
+        """Return what another engine needs to write here, once all memory is registered."""
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
         """Let other engines write into memory."""
@@ -134,35 +138,93 @@ class Engine(Protocol):
         """Copy blocks to another engine."""
 
 
-def started_engine(device: str) -> Engine:
-    """Return Mooncake's engine over TCP where it is installed, else the one of this package for CPUs."""
-    from importlib.util import find_spec
+class Mooncake:
+    """Mooncake's engine over TCP where it is installed, else the one of this package for CPUs."""
 
-    if find_spec("mooncake") is not None:
-        from mooncake.engine import TransferEngine
-    elif device == "cpu":
-        from sglang_dsv4.cpu.transfer_engine import TransferEngine
-    else:
-        raise RuntimeError("no transfer engine for a GPU: install mooncake-transfer-engine")
-    engine = TransferEngine()
-    if engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
-        raise RuntimeError("the engine does not start")
-    return engine
+    def __init__(self, device: str) -> None:
+        from importlib.util import find_spec
+
+        if find_spec("mooncake") is not None:
+            from mooncake.engine import TransferEngine
+        elif device == "cpu":
+            from sglang_dsv4.cpu.transfer_engine import TransferEngine
+        else:
+            raise RuntimeError("no transfer engine for a GPU: install mooncake-transfer-engine")
+        engine = TransferEngine()
+        if engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise RuntimeError("the engine does not start")
+        self.batch_register_memory = engine.batch_register_memory
+        self.batch_transfer_sync_write = engine.batch_transfer_sync_write
+        self._port = engine.get_rpc_port
+
+    def session(self) -> str:
+        """Return address and port."""
+        return f"{HOST}:{self._port()}"
 
 
-def receive(connection: Connection, device: str, pool_pages: int) -> None:
+class Nixl:
+    """NIXL's agent over UCX, which copies between GPUs of a host by CUDA IPC."""
+
+    def __init__(self, device: str) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        place = torch.device(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)  # UCX opens the current device
+        self._kind, self._device = ("VRAM", place.index or 0) if place.type == "cuda" else ("DRAM", 0)
+        self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+        self._peers: dict[str, tuple[str, int]] = {}
+
+    def session(self) -> str:
+        """Return the device's number and the agent's metadata."""
+        return f"{self._device} {base64.b64encode(self._agent.get_agent_metadata()).decode()}"
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+        """Register memory of this engine's device."""
+        regions = [(*region, self._device, "") for region in zip(addresses, lengths, strict=True)]
+        self._agent.register_memory(regions, self._kind)
+        return 0
+
+    def batch_transfer_sync_write(
+        self, session: str, sources: list[int], destinations: list[int], lengths: list[int]
+    ) -> int:
+        """Copy blocks to another engine."""
+        if session not in self._peers:
+            device, metadata = session.split()
+            self._peers[session] = self._agent.add_remote_agent(base64.b64decode(metadata)), int(device)
+        peer, device = self._peers[session]
+        count = len(lengths)
+        ours, theirs = (
+            self._agent.get_xfer_descs(numpy.column_stack((blocks, lengths, [number] * count)), self._kind)
+            for blocks, number in ((sources, self._device), (destinations, device))
+        )
+        handle = self._agent.initialize_xfer("WRITE", ours, theirs, peer)
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+        self._agent.release_xfer_handle(handle)
+        return 0 if state == "DONE" else 1
+
+
+ENGINES: dict[str, Callable[[str], Engine]] = {"mooncake_tcp": Mooncake, "nixl": Nixl}
+"""By the name of SGLang's --disaggregation-transfer-backend."""
+
+
+def receive(connection: Connection, device: str, pool_pages: int, backend: str) -> None:
     """Be the decode server: let the other process write, and answer with sums of what has arrived."""
-    memory = Memory(device, pool_pages, fill=False)
+    memory = Memory(device, pool_pages, backend, fill=False)
     connection.send(memory.told())
     while (asked := connection.recv()) is not None:
         connection.send(memory.sums(*asked))
 
 
 @contextmanager
-def receiver(device: str, pool_pages: int) -> Iterator[Connection]:
+def receiver(device: str, pool_pages: int, backend: str) -> Iterator[Connection]:
     """Start the receiving process; yield the connection to it, whose first message is its `Side`."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    work = multiprocessing.get_context("spawn").Process(target=receive, args=(theirs, device, pool_pages), daemon=True)
+    work = multiprocessing.get_context("spawn").Process(
+        target=receive, args=(theirs, device, pool_pages, backend), daemon=True
+    )
     work.start()
     try:
         yield ours
@@ -219,16 +281,21 @@ def blocks_of(manager: MooncakeKVManager, send_all: Callable[[], None]) -> int:
     return count
 
 
-def measure(lengths: Sequence[int], devices: tuple[str, str]) -> list[Rate]:
+def measure(lengths: Sequence[int], devices: tuple[str, str], backend: str) -> list[Rate]:
     """Return the rates for prompts of these lengths, multiples of 256 tokens, from one device to the other.
+
+    Args:
+        lengths: in tokens.
+        devices: "cpu", or a GPU as "cuda:0".
+        backend: of `ENGINES`.
 
     Raises:
         RuntimeError: bytes have not arrived as they were sent.
     """
     pool_pages = 2 * max(lengths) // PAGE_TOKENS
-    memory, rates = Memory(devices[0], pool_pages, fill=True), []
+    memory, rates = Memory(devices[0], pool_pages, backend, fill=True), []
     manager = sender(memory)
-    with receiver(devices[1], pool_pages) as other:
+    with receiver(devices[1], pool_pages, backend) as other:
         if not other.poll(TIMEOUT_S):
             raise RuntimeError("the receiving process has not come up")
         to = other.recv()

@@ -124,7 +124,7 @@ HOOKS = (
          "refuses flags that can't be served, and sets the defaults of a DeepSeek-V4 server", _STAYS),
     Hook("handle_cuda_graph_config", Kind.RESOLUTION, Process.EVERY,
          "sglang_dsv4.warmup.cuda_graphs:resolve_cuda_graphs",
-         "no CUDA graphs of prefills, nor of decode steps while an op can't be captured", _STAYS),
+         "CUDA graphs of prefills are ours; no graphs of decode steps while an op can't be captured", _STAYS),
     *CLIENTS,
     # ---- the scheduler: registries
     Hook("sglang.srt.layers.moe.utils.register_moe_runner_backend_name", Kind.NAME, Process.SCHEDULER,
@@ -147,7 +147,7 @@ HOOKS = (
     ),
     Hook(f"{RUNNER}.model_runner.ModelRunner.init_cuda_graphs", Kind.AFTER, Process.SCHEDULER,
          "sglang_dsv4.seam.creators:record_prefills",
-         "CUDA graphs of prefills (`SGLANG_DSV4_PREFILL_GRAPHS`): SGLang's runner gives a model's layers the batch",
+         "CUDA graphs of prefills: SGLang's runner of `breakable` graphs gives a model's layers the batch",
          "SGLang's runner of prefills takes a model whose layers have other arguments"),
     Hook(f"{SCHEDULER}.__init__", Kind.AFTER, Process.SCHEDULER,
          f"{REQUESTS}.failures:start", "guards the scheduler's dispatcher (row below)",

@@ -46,10 +46,10 @@ def other_than(*allowed: object) -> Predicate:
 
 
 def asks_for_other_graphs(config: Any) -> bool:  # JSON of the user, or what SGLang has made of all flags
-    """True if the user's JSON has a backend for graphs of prefills, or another one than `full` for decode steps."""
+    """True if the user's JSON has another backend than `breakable` for prefills, or than `full` for decode steps."""
     phases = config if isinstance(config, dict) else {}
     backends = {phase: phases.get(phase, {}).get("backend") for phase in ("prefill", "decode")}
-    return backends["prefill"] not in (None, "disabled") or backends["decode"] not in DECODE_GRAPHS
+    return backends["prefill"] not in PREFILL_GRAPHS or backends["decode"] not in DECODE_GRAPHS
 
 
 def flags(names: str, is_refused: Predicate, why: str) -> tuple[Refusal, ...]:
@@ -65,7 +65,8 @@ OUR_ATTENTION = "this package's kernels compute the attention; SGLANG_DSV4_ATTEN
 OUR_LOADER = "weights are read from safetensors files and rearranged once; leave it out"
 ON_THE_DEVICE = "the model's weights stay in the device's memory; leave it out"
 NOT_REPORTED = "the model does not report it; leave it out"
-NO_PREFILL_GRAPHS = "SGLANG_DSV4_PREFILL_GRAPHS=on records prefills; leave it out"
+PREFILL_GRAPHS = (None, "breakable", "disabled")
+THE_ATTENTION_STAYS_OUT = "`breakable` graphs hold all of a prefill but its attention, for any context; leave it out"
 COLLECTIVES = "the ranks' sums by it were never compared with others; leave it out"
 CHOOSE_CARDS = "CUDA_VISIBLE_DEVICES chooses the GPUs, SGLANG_CPU_OMP_THREADS_BIND the cores; leave it out"
 PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and deepseekv4, or auto"
@@ -142,11 +143,15 @@ REFUSALS = (
     Refusal("--ple-offload-embedding", bool, "the model has no n-gram embeddings"),
     *flags("--cpu-offload-gb --offload-group-size", above(0), ON_THE_DEVICE),
     *flags("--enable-nvidia-megakernel --enable-amd-monokernel", bool, "this package's kernels compute the model"),
-    Refusal("--cuda-graph-config", asks_for_other_graphs, f"{NO_PREFILL_GRAPHS}, and `full` graphs for decode steps"),
+    Refusal(
+        "--cuda-graph-config",
+        asks_for_other_graphs,
+        "graphs are `breakable` for prefills and `full` for decode steps, or `disabled`",
+    ),
     Refusal("--cuda-graph-backend-decode", other_than(*DECODE_GRAPHS), BREAKABLE),
     Refusal("--debug-cuda-graph", bool, BREAKABLE),
-    Refusal("--cuda-graph-backend-prefill", other_than(None, "disabled"), NO_PREFILL_GRAPHS),
-    Refusal("--cuda-graph-prefill-max-context", other_than(None), NO_PREFILL_GRAPHS),
+    Refusal("--cuda-graph-backend-prefill", other_than(*PREFILL_GRAPHS), THE_ATTENTION_STAYS_OUT),
+    Refusal("--cuda-graph-prefill-max-context", other_than(None), THE_ATTENTION_STAYS_OUT),
     Refusal("--enable-torch-compile", bool, "this package's kernels are compiled ahead; leave it out"),
     *flags(
         "--prefill-attention-backend --decode-attention-backend",

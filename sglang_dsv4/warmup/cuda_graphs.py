@@ -40,41 +40,57 @@ logger = logging.getLogger(__name__)
 
 VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
+BREAKABLE, DISABLED = "breakable", "disabled"
+"""Backends of SGLang's CUDA graphs; the first one is that of the graphs of prefills."""
 _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
 """Options that are decided when the model is built, after graphs are decided: their ops must always be capturable."""
 
 
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-    """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs afterwards.
+    """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs in between.
+
+    SGLang's own runner of prefills is always off. Where the user asks for `breakable` graphs of prefills,
+    `cuda_graph_backend_prefill` says so to `prefill_graphs`, also if the user said it by JSON.
 
     Raises:
-        ValueError: the user asks for graphs of decode steps, which can't be captured; names the ops.
+        ValueError: the user asks for graphs, which can't be captured; names the ops.
     """
+    from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
+
+    arguments = compat.resolving_view(server_args)
+    hf_config = compat.model_config_of(server_args).hf_config
+    if not compat.is_ours(hf_config.architectures):
+        previous(server_args)
+        return
+    uncapturable, off = [], {"disable_prefill_cuda_graph": True}
+    if arguments.device == "cuda":
+        uncapturable = [*uncapturable_ops("cuda", hf_config.head_dim), *_searches()]
+    if uncapturable:
+        logger.warning("sglang_dsv4: CUDA graphs are off, these ops run as references: %s", ", ".join(uncapturable))
+        off["disable_decode_cuda_graph"] = True
+    compat.declare_resolution(server_args, "sglang_dsv4", **off)
+    previous(server_args)
+    graphs = compat.resolving_view(server_args).cuda_graph_config  # flags that choose a backend go before `off`
+    for phase, steps in ((Phase.DECODE, "decode steps"), (Phase.PREFILL, "prefills")):
+        if uncapturable and (backend := graphs[phase].backend) != DISABLED:
+            raise ValueError(
+                f"sglang-dsv4 does not support CUDA graphs of {steps} ({backend}) here: {', '.join(uncapturable)} "
+                f"can't be captured. Leave out --cuda-graph-backend-{phase} and the backend of --cuda-graph-config."
+            )
+    if graphs.prefill.backend == BREAKABLE:
+        graphs = with_phase(graphs, Phase.PREFILL, backend=DISABLED)
+        ours = {"cuda_graph_config": graphs, "cuda_graph_backend_prefill": BREAKABLE}
+        compat.declare_resolution(server_args, "sglang_dsv4", **ours)
+
+
+def _searches() -> list[str]:
+    """Searches for errors that are on and read back."""
     from sglang_dsv4.attention import comparison
     from sglang_dsv4.layers import finite
 
-    arguments = compat.resolving_view(server_args)
-    hf_config, uncapturable = compat.model_config_of(server_args).hf_config, []
-    if compat.is_ours(hf_config.architectures) and arguments.device == "cuda":
-        uncapturable = uncapturable_ops("cuda", hf_config.head_dim)
-        if comparison.file_of_rank(0) is not None:
-            uncapturable.append("the attention that is compared")
-        if finite.is_on():
-            uncapturable.append("the search for numbers that are not finite")
-        off = {"disable_prefill_cuda_graph": True}
-        if uncapturable:
-            logger.warning("sglang_dsv4: CUDA graphs are off, these ops run as references: %s", ", ".join(uncapturable))
-            off["disable_decode_cuda_graph"] = True
-        compat.declare_resolution(server_args, "sglang_dsv4", **off)
-    previous(server_args)
-    backend = "disabled"
-    if uncapturable:  # flags that choose a backend go before the flag that switches graphs off
-        backend = compat.resolving_view(server_args).cuda_graph_config.decode.backend
-    if backend != "disabled":
-        raise ValueError(
-            f"sglang-dsv4 does not support CUDA graphs of decode steps ({backend}) here: {', '.join(uncapturable)} "
-            "can't be captured. Leave out --cuda-graph-backend-decode and the backend of --cuda-graph-config."
-        )
+    compares = comparison.file_of_rank(0) is not None
+    found = ["the attention that is compared"] if compares else []
+    return found + (["the search for numbers that are not finite"] if finite.is_on() else [])
 
 
 def uncapturable_ops(device: str, head_dim: int) -> list[str]:

@@ -9,8 +9,11 @@ the indexer's choice) runs from Python between two graphs, by SGLang's breakable
 A batch is padded to the next recorded number of tokens. Padding tokens have id 0 at position 0; they store nothing, and
 no token reads them. Graphs share SGLang's memory pool of graphs, which holds the activations of the largest one.
 
-    SGLANG_DSV4_PREFILL_GRAPHS    off (default): each kernel of a prefill is launched from Python.
-                                  on: as above, in servers without stages and without attention data parallelism.
+Flags of SGLang choose them:
+
+    --cuda-graph-backend-prefill    breakable: as above. disabled (default): Python launches each kernel of a prefill.
+    --cuda-graph-bs-prefill         the numbers of tokens that are recorded; by default two in each octave.
+    --cuda-graph-max-bs-prefill     the largest of these; by default the tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -27,16 +30,17 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_dsv4 import env
-from sglang_dsv4.layers import data_parallel, sequence_parallel
+from sglang_dsv4.layers import concurrent, data_parallel, sequence_parallel
 from sglang_dsv4.layers.graph_breaks import Pass, running
+from sglang_dsv4.warmup.cuda_graphs import BREAKABLE
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.cuda_graph_config import PhaseConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "SGLANG_DSV4_PREFILL_GRAPHS"
+FLAG = "--cuda-graph-backend-prefill"
 FEWEST_TOKENS = 256
 MOST_TOKENS = 8192
 """Most tokens of a graph where prompts are not divided into chunks."""
@@ -69,6 +73,24 @@ def sizes(most: int) -> list[int]:
         found |= {size // 2, size // 4 * 3}
         size //= 2
     return sorted(found)
+
+
+def chosen_sizes(config: PhaseConfig) -> list[int]:
+    """The numbers of tokens that the user chose to record, or `sizes`.
+
+    Raises:
+        ValueError: a forward of so few tokens has a second stream, which can't cross a break.
+    """
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
+
+    most = config.max_bs if config.max_bs and config.max_bs > 0 else MOST_TOKENS
+    by_default = config.bs in (None, generate_prefill_cuda_graph_batch_sizes(config.max_bs or 0))
+    if not by_default and min(config.bs) <= concurrent.MOST_TOKENS:
+        raise ValueError(
+            f"--cuda-graph-bs-prefill must be numbers of tokens above {concurrent.MOST_TOKENS}, got {config.bs}; "
+            "shorter prefills run without graphs"
+        )
+    return sizes(most) if by_default else sorted(config.bs)
 
 
 class PrefillGraphs:
@@ -167,23 +189,21 @@ def record_prefills(runner: ModelRunner) -> None:
     """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps.
 
     Raises:
-        ValueError: the switch is neither on nor off.
+        ValueError: the user asks for it in a server with stages, or with attention data parallelism.
     """
-    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import get_exec, get_schedule
+    from sglang.srt.runtime_context import get_exec
 
-    model = runner.model
-    if env.choice(VARIABLE) != "on":
+    model, graph = runner.model, get_exec().graph
+    if graph.cuda_graph_backend_prefill != BREAKABLE or not current_platform.capabilities.graph_capture:
         return
-    disabled = get_exec().graph.cuda_graph_config.decode.backend == Backend.DISABLED
-    stages = not (model.stage.is_first and model.stage.is_last)
-    if disabled or stages or data_parallel.is_on() or not current_platform.capabilities.graph_capture:
-        return
+    is_staged = not (model.stage.is_first and model.stage.is_last)
+    if is_staged or data_parallel.is_on():
+        flag = "--pp-size" if is_staged else "--attn-dp-size"
+        raise ValueError(f"sglang-dsv4 does not support {FLAG} {BREAKABLE} with {flag} above 1: leave one of them out")
     begin, free = time.perf_counter(), _free_bytes(runner)
-    chunk = get_schedule().chunked_prefill_size or 0
-    most = chunk if chunk > 0 else MOST_TOKENS
-    graphs = PrefillGraphs(model.model, sizes(most), runner.spec_algorithm.is_eagle())
+    numbers = chosen_sizes(graph.cuda_graph_config.prefill)
+    graphs = PrefillGraphs(model.model, numbers, runner.spec_algorithm.is_eagle())
     graphs.record()
     model.prefill_graphs = graphs
     if get_parallel().tp_rank != 0:

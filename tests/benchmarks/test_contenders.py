@@ -26,6 +26,13 @@ def test_several_ranks_sum_by_nccl_unless_a_part_says_otherwise() -> None:
     assert contender("ours", COMMON).flags == COMMON
 
 
+def test_a_topology_counts_all_gpus() -> None:
+    """The last value of a flag counts."""
+    flags = contender("ours+tp2_pp2", ("--tp", "4"), ranks=4).flags
+    assert flags[-4:] == ("--tp-size", "2", "--pp-size", "2")
+    assert contender("builtin+marlin+dp4", COMMON).flags[-3:] == ("--enable-dp-attention", "--dp-size", "4")
+
+
 def test_variables_of_all_and_of_a_part() -> None:
     found = contender("ours+our_all_reduce", COMMON, env={"SGLANG_SIMULATE_ACC_LEN": "5.45"})
     assert found.env == {"SGLANG_SIMULATE_ACC_LEN": "5.45", "SGLANG_DSV4_ALL_REDUCE": "ours"}

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import requests
-from bench_disaggregation import PairClient, engine, visible_gpu
+from bench_disaggregation import PairClient, engine, visible_gpus
+from lib import transfer_rate
 from serving import pd_trace
+from serving.pair import needs_nixl
 
 
 class Refusing:
@@ -43,16 +45,28 @@ def test_a_refusal_by_the_prefill_server_is_raised_at_once() -> None:
 
 def test_the_gpus_of_two_servers_are_those_that_the_benchmark_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
-    assert [visible_gpu(number) for number in (0, 1)] == ["5", "3"]
+    assert [visible_gpus(number) for number in (0, 1)] == ["5,3", "3,5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible_gpu(1) == "1"
+    assert visible_gpus(1) == "1,0"
 
 
 def test_an_engine_of_a_test_is_not_called_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(origin="tests/lib/gpu_sockets/mooncake/__init__.py")
     monkeypatch.setattr(sys.modules["bench_disaggregation"], "find_spec", lambda name: spec)
-    assert engine() == "tests/lib/gpu_sockets/mooncake/__init__.py, not installed"
+    assert engine("mooncake_tcp") == "tests/lib/gpu_sockets/mooncake/__init__.py, not installed"
     assert importlib.util.find_spec("mooncake") is None, "the installed package is named with its version"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["mooncake_tcp", pytest.param("nixl", marks=needs_nixl)])
+def test_a_prompt_arrives_as_it_was_sent(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement compares sums of all bytes, so that no rate is of a transfer that did not happen."""
+    monkeypatch.setattr(transfer_rate, "ROUNDS", 2)
+    rates = transfer_rate.measure([256], ("cpu", "cpu"), backend)
+    assert [(rate.pages, rate.gb_s > 0) for rate in rates] == [("anywhere", True), ("in one run", True)]
+    monkeypatch.setattr(transfer_rate, "send", lambda *about: None)
+    with pytest.raises(RuntimeError, match="256 tokens have not arrived as they were sent"):
+        transfer_rate.measure([256], ("cpu", "cpu"), backend)
 
 
 @pytest.mark.parametrize("is_dead", [False, True], ids=["no server has died", "a server has died"])

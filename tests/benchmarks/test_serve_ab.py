@@ -227,7 +227,14 @@ def test_cells_have_names_of_their_own_and_seconds_for_full_size() -> None:
     short = sum(c.seconds for c in serve_works.cells(["decode", "prefill", "multi_turn"], repeats=2))
     assert 100 < short < 180 and 150 < seconds["8k_1k"] < 260
     few = serve_works.cells(["decode", "prefill", "8k_1k"], requests=[64, 256])
-    assert [cell.stage for cell in few] == ["decode_64", "prefill_8", "prefill_64k_1", "8k_1k_64", "8k_1k_256"]
+    assert [cell.stage for cell in few] == [
+        "decode_64",
+        "decode_256",
+        "prefill_8",
+        "prefill_64k_1",
+        "8k_1k_64",
+        "8k_1k_256",
+    ]
     drafted = serve_works.cells(["8k_1k"], accepted=5.45)
     assert {cell.work for cell in drafted} == {"8k_1k_dspark_5.45"}
     assert sum(cell.seconds for cell in drafted) < seconds["8k_1k"]

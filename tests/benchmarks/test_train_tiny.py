@@ -15,6 +15,7 @@ from model.dspark_reference import DSparkReference
 from model.oracle import read_dequantised
 from model.recording import Recording, recording
 from model.reference import Reference
+from model.trained import TRAINED, training_weights
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -23,10 +24,11 @@ from train_tiny.bpe import Encoder
 from train_tiny.chat import Chat, Frame
 from train_tiny.corpus import frame_of
 from train_tiny.draft import DraftModel, DraftShape, draft_parameters
-from train_tiny.export import write_checkpoint
+from train_tiny.export import tensors_of, write_checkpoint
 from train_tiny.model import Model, Quant, compute_weights
 from train_tiny.optimiser import Optimiser
 from train_tiny.quantisers import fp4_rows, fp8_matrix, fp8_rows
+from train_tiny.restore import masters_of, state_of
 from train_tiny.shape import TinyShape, initial, parameters
 from train_tiny.state import compact, load_state, save_state
 from train_tiny.widen import widen, widened
@@ -364,3 +366,28 @@ def test_optimiser_lowers_a_loss_and_its_state_comes_back() -> None:
     for name, squares in optimiser.squares.items():
         assert torch.allclose(third.squares[name], squares, rtol=1e-2) and not third.moments[name].any()
     assert {value.dtype for value in small["masters"].values()} == {torch.bfloat16}
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """The state has the checkpoint's values, and its export has them again."""
+    log = json.loads((TRAINED.parent / "benchmarks/results/train_tiny.json").read_text())
+    save_state(tmp_path / "state", state_of(TRAINED, log))
+    state, expected, table = load_state(tmp_path / "state"), training_weights(), parameters(TinyShape())
+    assert (state["step"], state["tokens"], state["log"]) == (log["step"], log["tokens"], log["rows"])
+    assert set(state["masters"]) == set(table)
+    for name, value in state["masters"].items():
+        assert torch.equal(value.float(), expected[name]), name
+    masters = {name: value.float() for name, value in state["masters"].items()}
+    again = compute_weights(masters, table)
+    assert all(torch.equal(again[name].float(), expected[name]) for name in table)
+    stored = load_file(TRAINED / "model-00001-of-00001.safetensors")
+    exported = tensors_of(masters, table)
+    assert set(stored) - set(exported) == {"layers.0.ffn.gate.tid2eid"} and not set(exported) - set(stored)
+    Optimiser(masters, table, TinyShape().o_groups).load(state["moments"])
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a checkpoint with the MTP module"):
+        masters_of(tmp_path, TinyShape())
+    with pytest.raises(ValueError, match=r"embed.weight is \[3840, 256\]; expected \[3840, 128\]"):
+        masters_of(TRAINED, TinyShape(hidden_size=128))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import peer_sums, sequence_parallel
-from sglang_dsv4.warmup import prefill_graphs
+from sglang_dsv4.warmup.prefill_graphs import FLAG
 
 CARDS = torch.cuda.device_count()
 pytestmark = [
@@ -106,7 +106,7 @@ def all_rows(checkpoint: Path) -> Tensor:
     return likelihoods(checkpoint, ROWS, "--tp-size", "2", DETERMINISTIC)
 
 
-@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("graphs", ["disabled", "breakable"])
 @pytest.mark.parametrize("switch", ["off", "on", "attention"])
 def test_sharded_rows_and_graphs_have_the_bits_of_all_rows(
     switch: str, graphs: str, checkpoint: Path, all_rows: Tensor, monkeypatch: pytest.MonkeyPatch
@@ -114,5 +114,4 @@ def test_sharded_rows_and_graphs_have_the_bits_of_all_rows(
     """Two ranks add in any order with the same result, so that the bits are equal without the deterministic flag, too;
     the last prompt is too short for sharded rows."""
     monkeypatch.setenv(sequence_parallel.VARIABLE, switch)
-    monkeypatch.setenv(prefill_graphs.VARIABLE, graphs)
-    assert torch.equal(all_rows, likelihoods(checkpoint, ROWS, "--tp-size", "2", DETERMINISTIC))
+    assert torch.equal(all_rows, likelihoods(checkpoint, ROWS, "--tp-size", "2", DETERMINISTIC, FLAG, graphs))

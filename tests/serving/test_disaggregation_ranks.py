@@ -7,6 +7,8 @@ server of one rank.
 from __future__ import annotations
 
 import random
+import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +18,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import requests
+from serving import oracle_drafts, transfer_rooms
+from serving.groups import RETRACTING
 from serving.pair import Pair, running_pair
-from serving.server import SLEEP_ON_IDLE, TAILS, Server, flush, output_logprobs, running_server
-from serving.speculation import ALGORITHMS, drafting_flags
+from serving.server import (
+    SLEEP_ON_IDLE,
+    TAILS,
+    Server,
+    account,
+    flush,
+    output_logprobs,
+    running_server,
+    wait_for_files,
+    wait_until,
+)
+from serving.speculation import ALGORITHMS, HOST_TIERS, Speculating, drafting_flags
 
+from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers.row_exchange import VARIABLE
 
@@ -38,15 +53,20 @@ KINDS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "fp8": ("--kv-cache-dtype", "fp8_e4m3"),
     "EAGLE": drafting_flags("EAGLE"),
+    "DSPARK": drafting_flags("DSPARK"),
 }
 PAIRS = (
     ("groups", "1", "plain"),
     ("groups", "1", "EAGLE"),
+    ("groups", "1", "DSPARK"),
     ("1", "groups", "plain"),
     ("1", "groups", "EAGLE"),
+    ("1", "groups", "DSPARK"),
     ("groups", "groups", "plain"),
     ("groups", "groups", "fp8"),
+    ("groups", "groups", "DSPARK"),
     ("replicas", "replicas", "plain"),
+    ("replicas", "replicas", "DSPARK"),
 )
 """The prefill server, the decode server, and their kind."""
 LENGTHS = (5, 127, 256, 257, 511, 700, 1030, 64)
@@ -59,6 +79,7 @@ class Ranks(NamedTuple):
     one: Server
     sides: tuple[str, str]
     kind: str
+    folder: Path
 
     def flushed(self) -> Pair:
         """Return the pair; no server has pages."""
@@ -67,17 +88,26 @@ class Ranks(NamedTuple):
         return self.pair
 
 
+def write_model(path: Path, kind: str) -> Path:
+    """Write a kind's checkpoint, whose experts any number of ranks can share."""
+    write_checkpoint(path, ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"])
+    return path
+
+
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder, (prefill, decode, kind) = tmp_path_factory.mktemp("ranks"), request.param
-    write_checkpoint(folder / "model", ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"])
-    flags, env = (*FLAGS, *KINDS[kind]), TAILS | {VARIABLE: "exchange"}
+    write_model(folder / "model", kind)
+    flags, env, env_of_one = (*FLAGS, *KINDS[kind]), TAILS | {VARIABLE: "exchange"}, TAILS
+    if kind in ALGORITHMS:
+        env |= oracle_drafts.install(folder / "drafts")
+        env_of_one = TAILS | oracle_drafts.install(folder / "drafts-of-one")
     sides = {"prefill": SIDES[prefill], "decode": (*SIDES[decode], *RADIX)}
     with (
         running_pair(folder / "model", folder, *flags, **sides, env=env) as pair,
-        running_server(folder / "model", folder / "one", *flags, *CHUNK, SLEEP_ON_IDLE, env=TAILS) as one,
+        running_server(folder / "model", folder / "one", *flags, *CHUNK, SLEEP_ON_IDLE, env=env_of_one) as one,
     ):
-        yield Ranks(pair, one, (prefill, decode), kind)
+        yield Ranks(pair, one, (prefill, decode), kind, folder)
 
 
 def some(seed: Any, count: int) -> list[int]:
@@ -117,6 +147,27 @@ def test_requests_at_once_have_the_bits_of_one_server(served: Ranks) -> None:
         assert bits(answer) == bits(served.one.generate(prompt, **sampling)), len(prompt)
     for name, results in zip(served.sides, (prefills, answers), strict=True):
         assert ranks_of(results) == ({None} if name == "1" else {0, 1}), "each rank has requests"
+
+
+def test_drafts_go_on_after_the_transfer(served: Ranks) -> None:
+    """From the first step on the draft proposes on the decode side, after the transfer of its rows, what it proposes on
+    one server; right drafts are accepted."""
+    if served.kind not in ALGORITHMS:
+        pytest.skip("no drafts")
+    pair, prompts = served.flushed(), [some(("drafted", length), length) for length in LENGTHS]
+    expected = [served.one.generate(prompt, max_new_tokens=24) for prompt in prompts]
+    found = []
+    for server, folder in ((pair.decode, "drafts"), (served.one, "drafts-of-one")):
+        speculating = Speculating(server, served.kind, served.folder / folder)
+        speculating.will_answer(prompts, expected)
+        answering = pair if server is pair.decode else served.one
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt, ask=answering.generate: ask(prompt, max_new_tokens=24), prompts))
+        assert [bits(answer) for answer in answers] == [bits(answer) for answer in expected]
+        steps = [answer["meta_info"]["spec_verify_ct"] for answer in answers]
+        assert max(steps) < 18, "drafts are accepted"
+        found.append((speculating.drafted(), steps))
+    assert found[0] == found[1]
 
 
 def test_the_turns_of_a_conversation_find_their_rank(served: Ranks) -> None:
@@ -191,3 +242,139 @@ def test_groups_that_add_parts_have_the_bits_of_one_server_with_groups(tmp_path:
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         assert [bits(answer) for answer in pool.map(pair.generate, prompts)] == expected
+
+
+def asked_of(
+    pair: Pair, prompt: list[int], prefill: int, decode: int | None = None
+) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """Ask a rank of the prefill server; return the answer's bits, and the prefill server's account of the prompt."""
+    body = pair.body(prompt) | {"disagg_prefill_dp_rank": prefill}
+    at_prefill = pair.answers.submit(
+        requests.post, f"{pair.prefill.url}/generate", json=body | {"routed_dp_rank": prefill}, timeout=300
+    )
+    response = requests.post(f"{pair.decode.url}/generate", json=body | {"routed_dp_rank": decode}, timeout=300)
+    assert response.status_code == 200, response.text
+    return bits(response.json()), account(at_prefill.result().json())
+
+
+TWO_GROUPS_OF_TWO = ("--tp-size", "4", "--attn-dp-size", "2", "--chunked-prefill-size", "1024")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "kind"),
+    [("groups", "fp8"), ("groups", "DSPARK"), ("replicas", "EAGLE"), ("groups of two", "fp8")],
+)
+def test_hits_in_host_memory_and_in_files_travel_from_every_rank(tmp_path: Path, prefill: str, kind: str) -> None:
+    """Each rank's pool holds few prompts: pages come back from its host memory, and after a flush from files, which all
+    ranks share, also to the rank that did not write them."""
+    shape = ALGORITHMS[kind][0] if kind in ALGORITHMS else PRESETS["tiny"]
+    write_checkpoint(tmp_path / "model", replace(shape, moe_intermediate_size=512))
+    env = TAILS | {FOLDER_VARIABLE: str(tmp_path / "files")}
+    tiers = (*HOST_TIERS, "--max-total-tokens", "2560")
+    sides = {"prefill": (*(TWO_GROUPS_OF_TWO if prefill == "groups of two" else SIDES[prefill]), *tiers)}
+    sides["decode"] = (*SIDES["replicas"], *RADIX)
+    flags = (*FLAGS, *KINDS[kind], "--enable-deterministic-inference")
+    if prefill == "groups":
+        env |= {VARIABLE: "exchange"}
+    prompts = [some(("tiers", i), 780) for i in range(10)]
+    with running_pair(tmp_path / "model", tmp_path, *flags, **sides, env=env) as pair, ThreadPoolExecutor(2) as pool:
+
+        def ask_both(numbers: tuple[int, int], ranks: tuple[int, int]) -> list[tuple[Any, dict[str, Any]]]:
+            return list(pool.map(lambda number, rank: asked_of(pair, prompts[number], rank), numbers, ranks))
+
+        cold = [found for i in range(0, 10, 2) for found in ask_both((i, i + 1), (0, 1))]
+        assert not any(found["position"] for _, found in cold)
+        for number, (answer, found) in enumerate(ask_both((0, 1), (0, 1))):
+            assert (answer, found["pages_from"]) == (cold[number][0], {"host": 768})
+        wait_for_files(tmp_path / "files")
+        for ranks in ((0, 1), (1, 0)):
+            flush(pair.prefill)
+            flush(pair.decode)
+            for number, (answer, found) in zip((2, 3), ask_both((2, 3), ranks), strict=True):
+                assert (answer, found["pages_from"]) == (cold[number][0], {"storage": 768}), ranks
+
+
+@pytest.mark.parametrize(
+    ("decode", "kind", "radix"),
+    [
+        ("groups", "plain", RADIX),
+        ("groups", "fp8", ()),
+        ("groups", "EAGLE", RADIX),
+        ("groups", "DSPARK", RADIX),
+        ("replicas", "plain", ()),
+    ],
+    ids=["groups-plain", "groups-fp8-no-reuse", "groups-EAGLE", "groups-DSPARK", "replicas-no-reuse"],
+)
+def test_retracted_requests_go_on_in_their_rank(tmp_path: Path, decode: str, kind: str, radix: tuple[str, ...]) -> None:
+    """Now and then a step of a decode rank takes the pages and the slot of a request, and gives it others later, while
+    the other rank decodes."""
+    model = write_model(tmp_path / "model", kind)
+    prompts = [some(("retracted", length), length) for length in (40, 300, 511, 130, 700, 257, 90, 512)]
+    flags = (*FLAGS, *KINDS[kind], "--num-reserved-decode-tokens", "256")
+    with running_server(model, tmp_path / "one", *flags, *CHUNK, SLEEP_ON_IDLE, env=TAILS) as one:
+        expected = [bits(one.generate(prompt, max_new_tokens=60)) for prompt in prompts]
+    sides = {"prefill": SIDES["groups"], "decode": (*SIDES[decode], *radix)}
+    sides["decode"] += ("--disaggregation-decode-extra-slots", "4", "--disaggregation-decode-polling-interval", "2")
+    env = TAILS | {VARIABLE: "exchange"} | RETRACTING | transfer_rooms.install(tmp_path / "rooms")
+    with (
+        running_pair(model, tmp_path, *flags, **sides, env=env) as pair,
+        ThreadPoolExecutor(len(prompts)) as pool,
+    ):
+        answers = list(pool.map(lambda prompt: pair.generate(prompt, max_new_tokens=60), prompts))
+        assert [bits(answer) for answer in answers] == expected
+        assert ranks_of(answers) == {0, 1}
+        retracting = re.findall(r"DP(\d).*#retracted_reqs: [1-9]", pair.decode.log)
+        assert set(retracting) == {"0", "1"}, "each rank has retracted a request"
+        assert_nothing_is_held(tmp_path / "rooms")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kind"),
+    [("groups", "groups", "plain"), ("groups", "groups", "DSPARK"), ("replicas", "groups", "fp8")],
+)
+def test_aborted_requests_leave_nothing_on_any_rank(tmp_path: Path, prefill: str, decode: str, kind: str) -> None:
+    """Requests end at any moment: while they wait, compute, travel and decode. Others get their slots and pages, and
+    the answers of one server."""
+    model, rng = write_model(tmp_path / "model", kind), random.Random(5)
+    prompts = [some(("aborted", i % 20), rng.choice((5, 130, 257, 512, 700, 1030))) for i in range(60)]
+    aborted = {i: rng.random() * 3 for i in range(len(prompts)) if rng.random() < 0.5}
+    kept = [i for i in range(len(prompts)) if i not in aborted]
+    flags = (*FLAGS, *KINDS[kind])
+    with running_server(model, tmp_path / "one", *flags, *CHUNK, SLEEP_ON_IDLE, env=TAILS) as one:
+        expected = {i: bits(one.generate(prompts[i], max_new_tokens=24)) for i in kept}
+    env = TAILS | {VARIABLE: "exchange"} | transfer_rooms.install(tmp_path / "rooms")
+    sides = {"prefill": SIDES[prefill], "decode": (*SIDES[decode], *RADIX)}
+    with running_pair(model, tmp_path, *flags, **sides, env=env) as pair:
+
+        def abort(rid: str, at: tuple[Server, ...]) -> None:
+            for server in at:
+                requests.post(f"{server.url}/abort_request", json={"rid": rid}, timeout=60)
+
+        def ask(i: int) -> Any:
+            rid = f"request-{i}"
+            if i in aborted:
+                sides = ((pair.decode,), (pair.prefill,), (pair.decode, pair.prefill))[i % 3]
+                threading.Timer(aborted[i], abort, (rid, sides)).start()
+            response, _ = pair.both(prompts[i], rid=rid, max_new_tokens=24)
+            return response if i in aborted else response.json()
+
+        with ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(ask, range(len(prompts))))
+        assert {i: bits(answers[i]) for i in kept} == expected
+        assert ranks_of([answers[i] for i in kept]) == {0, 1}
+        assert_nothing_is_held(tmp_path / "rooms")
+        assert bits(pair.generate(prompts[kept[0]], max_new_tokens=24)) == expected[kept[0]]
+
+
+def assert_nothing_is_held(folder: Path) -> None:
+    """No rank of either server holds a room, slot, page or row of metadata for a request."""
+    held: dict[str, dict[str, int]] = {}
+
+    def is_free() -> bool:
+        held.update({side: transfer_rooms.counts(folder, side) for side in ("prefill", "decode")})
+        return not any(amount for side in held.values() for amount in side.values())
+
+    try:
+        wait_until(is_free, 90)  # SGLang's deferred releases take up to 30 s
+    except AssertionError as error:
+        raise AssertionError(held) from error

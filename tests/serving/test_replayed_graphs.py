@@ -27,8 +27,8 @@ from serving.speculation import (
 )
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
-from sglang_dsv4.warmup import prefill_graphs
 from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
+from sglang_dsv4.warmup.prefill_graphs import FLAG
 
 pytestmark = pytest.mark.slow  # each of the servers
 RUNNERS = {
@@ -47,9 +47,9 @@ def replaying_server(name: str, folder: Path, *more: str, env: dict[str, str] | 
     with pytest.MonkeyPatch.context() as environment:
         oracle = oracle_drafts.install(folder)
         environment.setenv("PYTHONPATH", oracle["PYTHONPATH"])
-        graphs = {**replayed_graphs.install(folder / "graphs"), prefill_graphs.VARIABLE: "on"}
+        graphs = replayed_graphs.install(folder / "graphs")
         env = {**TAILS, **oracle, **graphs, **switch, **(env or {})}
-    flags = (*drafting_flags(algorithm), "--cuda-graph-bs-decode", "1", "4", "16")
+    flags = (*drafting_flags(algorithm), "--cuda-graph-bs-decode", "1", "4", "16", FLAG, "breakable")
     with running_server(folder / "checkpoint", folder / "log", *FLAGS, *flags, *more, env=env) as running:
         yield Speculating(running, name, folder)
 

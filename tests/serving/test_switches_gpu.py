@@ -23,7 +23,6 @@ from sglang.srt.sampling.watermarking.detector import detect
 from dsv4_kernels.device import dependent_launch
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import concurrent, grouped_projection
-from sglang_dsv4.warmup import prefill_graphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,13 +34,13 @@ SWITCHES = (
     (grouped_projection.VARIABLE, "fp8"),
     (dependent_launch.VARIABLE, "off"),
     (concurrent.VARIABLE, "on"),
-    (prefill_graphs.VARIABLE, "on"),
 )
 FLAG_SETS = {
     "graphs": "--cuda-graph-backend-decode full --cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding "
     "--enable-cudagraph-gc --fp8-gemm-backend deep_gemm --moe-runner-backend dsv4 --device cuda",
     "graphs by JSON": '--cuda-graph-config {"decode":{"backend":"full","max_bs":40}} --enable-profile-cuda-graph',
     "no graphs": "--cuda-graph-backend-decode disabled --disable-decode-cuda-graph --bf16-gemm-backend torch",
+    "graphs of prefills": "--cuda-graph-backend-prefill breakable",
     "helpers": "--enable-layerwise-nvtx-marker --reasoning-parser deepseek-v4 --enable-metrics --numa-node 0",
 }
 """Flags of SGLang that need a GPU."""

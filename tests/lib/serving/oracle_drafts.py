@@ -25,7 +25,7 @@ EAGLE = "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input"
 def install(folder: Path) -> dict[str, str]:
     """Write a distribution with this plugin; return the environment of a server that is to load it."""
     info = folder / "oracle_drafts-1.dist-info"
-    info.mkdir()
+    info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: oracle-drafts\nVersion: 1\n")
     (info / "entry_points.txt").write_text(ENTRY_POINT)
     (folder / "oracle_drafts.py").write_text(Path(__file__).read_text())

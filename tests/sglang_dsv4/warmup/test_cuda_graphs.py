@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, Phase, PhaseConfig
 
 from sglang_dsv4.warmup import cuda_graphs
 
@@ -22,26 +25,48 @@ def test_cuda_graphs_wait_for_kernels() -> None:
         assert ("index_topk" in cuda_graphs.uncapturable_ops("cuda", 512)) == (not graph_safe)
 
 
-@pytest.mark.parametrize("backend", ["disabled", "full"])
-def test_graphs_that_cannot_be_captured_are_not_asked_for(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--cuda-graph-backend-decode full` wins over the flag that switches these graphs off."""
-    config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], head_dim=64)
-    declared: dict[str, bool] = {}
-    monkeypatch.setattr(cuda_graphs, "uncapturable_ops", lambda device, head_dim: ["sparse_attention"])
-    for name, function in (
-        ("resolving_view", lambda arguments: arguments),
-        ("model_config_of", lambda arguments: SimpleNamespace(hf_config=config)),
-        ("declare_resolution", lambda arguments, source, **values: declared.update(values)),
-    ):
-        monkeypatch.setattr(cuda_graphs.compat, name, function, raising=False)
-    decode = SimpleNamespace(decode=SimpleNamespace(backend=backend))
-    arguments = SimpleNamespace(device="cuda", cuda_graph_config=decode)
-    if backend == "disabled":
+Declared = dict[str, Any]
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Declared]:
+    """Resolves graphs whose backends the user's flags have chosen; returns what was declared."""
+
+    def resolve(uncapturable: list[str], **backends: str) -> Declared:
+        config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], head_dim=64)
+        declared: Declared = {}
+        monkeypatch.setattr(cuda_graphs, "uncapturable_ops", lambda device, head_dim: uncapturable)
+        for name, function in (
+            ("resolving_view", lambda arguments: arguments),
+            ("model_config_of", lambda arguments: SimpleNamespace(hf_config=config)),
+            ("declare_resolution", lambda arguments, source, **values: declared.update(values)),
+        ):
+            monkeypatch.setattr(cuda_graphs.compat, name, function, raising=False)
+        graphs = CudaGraphConfig(*(PhaseConfig(backend=backends.get(phase, "disabled")) for phase in Phase.ALL))
+        arguments = SimpleNamespace(device="cuda", cuda_graph_config=graphs)
         cuda_graphs.resolve_cuda_graphs(arguments, lambda arguments: None)
-    else:
-        with pytest.raises(ValueError, match=r"\(full\) here: sparse_attention can't be captured"):
-            cuda_graphs.resolve_cuda_graphs(arguments, lambda arguments: None)
-    assert declared == {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
+        return declared
+
+    return resolve
+
+
+@pytest.mark.parametrize(("phase", "steps"), [("decode", "decode steps"), ("prefill", "prefills")])
+def test_graphs_that_cannot_be_captured_are_not_asked_for(
+    phase: str, steps: str, resolved: Callable[..., Declared]
+) -> None:
+    """A flag that chooses a backend wins over the flag that switches these graphs off."""
+    assert resolved(["one_op"]) == {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
+    with pytest.raises(ValueError, match=rf"of {steps} \(breakable\) here: one_op can't be captured"):
+        resolved(["one_op"], **{phase: "breakable"})
+
+
+def test_breakable_graphs_of_prefills_are_ours(resolved: Callable[..., Declared]) -> None:
+    """SGLang's runner of prefills is off, and what the user chose stays known."""
+    assert resolved([], decode="full") == {"disable_prefill_cuda_graph": True}
+    found = resolved([], decode="full", prefill="breakable")
+    graphs = found["cuda_graph_config"]
+    assert (graphs.decode.backend, graphs.prefill.backend) == ("full", "disabled")
+    assert found["cuda_graph_backend_prefill"] == "breakable"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -44,47 +45,75 @@ def test_every_rank_has_a_token_of_a_padded_batch(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("switch", "capturable", "stages", "groups", "chunk", "recorded"),
+    ("backend", "capturable", "chunk", "given", "recorded"),
     [
-        (None, True, 1, False, 512, None),
-        ("off", True, 1, False, 512, None),
-        ("on", True, 1, False, 512, [256, 384, 512]),
-        ("on", True, 1, False, -1, sizes(8192)),
-        ("on", False, 1, False, 512, None),
-        ("on", True, 2, False, 512, None),
-        ("on", True, 1, True, 512, None),
+        (None, True, 512, None, None),
+        ("disabled", True, 512, None, None),
+        ("breakable", True, 512, None, [256, 384, 512]),
+        ("breakable", True, -1, None, sizes(8192)),
+        ("breakable", True, 512, [512, 64], [64, 512]),
+        ("breakable", False, 512, None, None),
     ],
 )
-def test_prefills_are_recorded_where_they_can_be(
-    switch: str | None,
+def test_prefills_are_recorded_as_the_flags_say(
+    backend: str | None,
     capturable: bool,
-    stages: int,
-    groups: bool,
     chunk: int,
+    given: list[int] | None,
     recorded: list[int] | None,
     harness: Harness,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang.srt import runtime_context
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.platforms import current_platform
-
-    monkeypatch.delenv(prefill_graphs.VARIABLE, raising=False)
-    if switch is not None:
-        monkeypatch.setenv(prefill_graphs.VARIABLE, switch)
-    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=Backend.FULL)))
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
-    monkeypatch.setattr(runtime_context, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=chunk))
-    monkeypatch.setattr(type(current_platform), "capabilities", SimpleNamespace(graph_capture=capturable))
-    monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: groups)
-    monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last=stages == 1))
-    monkeypatch.setattr(PrefillGraphs, "record", lambda graphs: None)
-    runner = SimpleNamespace(model=harness.model, spec_algorithm=SimpleNamespace(is_eagle=lambda: True), gpu_id=0)
-    with mock.patch.object(harness.model, "prefill_graphs", None), harness._active():
-        prefill_graphs.record_prefills(runner)
-        graphs = harness.model.prefill_graphs
+    with recording_server(harness, monkeypatch, backend, chunk, given, capturable) as record:
+        graphs = record()
     assert (None if graphs is None else graphs.sizes) == recorded
     assert graphs is None or graphs.with_streams
+
+
+@pytest.mark.parametrize("flag", ["--pp-size", "--attn-dp-size"])
+def test_stages_and_groups_record_no_prefills(flag: str, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: flag == "--attn-dp-size")
+    monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last=flag != "--pp-size"))
+    with recording_server(harness, monkeypatch, "breakable") as record:
+        with pytest.raises(ValueError, match=rf"--cuda-graph-backend-prefill breakable with {flag} above 1: leave one"):
+            record()
+
+
+def test_forwards_with_two_streams_are_not_recorded(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording_server(harness, monkeypatch, "breakable", given=[32, 64]) as record:
+        with pytest.raises(ValueError, match=r"must be numbers of tokens above 32, got \[32, 64\]"):
+            record()
+
+
+@contextlib.contextmanager
+def recording_server(
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None,
+    chunk: int = 512,
+    given: list[int] | None = None,
+    capturable: bool = True,
+) -> Iterator[Callable[[], PrefillGraphs | None]]:
+    """Yield a function that records a model's prefills, as a server with SGLang's resolved flags does."""
+    from sglang.srt import runtime_context
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
+    from sglang.srt.platforms import current_platform
+
+    by_default = generate_prefill_cuda_graph_batch_sizes(chunk)
+    prefill = SimpleNamespace(bs=given or by_default, max_bs=chunk)
+    config = SimpleNamespace(prefill=prefill)
+    graph = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=backend)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=graph))
+    monkeypatch.setattr(type(current_platform), "capabilities", SimpleNamespace(graph_capture=capturable))
+    monkeypatch.setattr(PrefillGraphs, "record", lambda graphs: None)
+    runner = SimpleNamespace(model=harness.model, spec_algorithm=SimpleNamespace(is_eagle=lambda: True), gpu_id=0)
+
+    def record() -> PrefillGraphs | None:
+        prefill_graphs.record_prefills(runner)
+        return harness.model.prefill_graphs
+
+    with mock.patch.object(harness.model, "prefill_graphs", None), harness._active():
+        yield record
 
 
 @pytest.fixture(scope="module")

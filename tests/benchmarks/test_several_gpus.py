@@ -1,0 +1,62 @@
+"""The script of measurements on several GPUs gives commands that the benchmarks accept: a mistake would show on a host
+with GPUs only, where time is short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import bench_disaggregation
+import determinism_gpu
+import pytest
+import serve_ab
+
+SCRIPT = Path(serve_ab.__file__).with_name("several_gpus.sh")
+STAGES = re.findall(r"^#   (\w+)  ", SCRIPT.read_text(), re.MULTILINE)
+
+
+def commands(stage: str, folder: Path, status: int = 0) -> tuple[int, list[list[str]]]:
+    """Run a stage with a `python3` that notes its arguments; return the script's status and the commands."""
+    stub, noted = folder / "bin" / "python3", folder / "noted"
+    stub.parent.mkdir(parents=True, exist_ok=True)
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >> {noted}\nprintf "\\n" >> {noted}\nexit {status}\n')
+    stub.chmod(0o755)
+    env = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
+    ended = subprocess.run([SCRIPT, str(folder / "out"), "500", stage], env=env, capture_output=True, check=False)
+    found = noted.read_text().split("\0\n") if noted.exists() else []
+    return ended.returncode, [line.split("\0") for line in found if line]
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "stop"])
+def test_every_command_is_accepted(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, found = commands(stage, tmp_path)
+    assert status == 0 and found
+    for words in found:
+        monkeypatch.setattr("sys.argv", words)
+        match Path(words[0]).name:
+            case "serve_ab.py":
+                arguments = serve_ab.parse()
+                contenders = serve_ab.comparison_of(arguments).contenders
+                assert len(contenders) == 2 and (arguments.stop or 490 <= arguments.seconds <= 500)
+                assert serve_ab.cells(arguments.works, 4, arguments.accepted)
+            case "determinism_gpu.py":
+                assert determinism_gpu.parser().parse_args(words[1:]).tp == 4
+            case "bench_disaggregation.py":
+                assert bench_disaggregation.parser().parse_args(words[1:]).backend == "nixl"
+            case "-c":
+                compile(words[1], stage, "exec")
+            case _:
+                assert words[:2] in (["-m", "pytest"], ["-m", "sglang_dsv4.kernel_check"])
+
+
+def test_a_stage_that_has_not_ended_says_so(tmp_path: Path) -> None:
+    """The second pair of contenders starts when the first has all figures."""
+    status, found = commands("groups", tmp_path, serve_ab.NOT_FINISHED)
+    assert status == serve_ab.NOT_FINISHED and len(found) == 1
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    status, found = commands("decoding", tmp_path)
+    assert status == 2 and not found
