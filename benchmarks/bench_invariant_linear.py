@@ -65,7 +65,7 @@ def by_tile(tile: object, inputs: Inputs) -> Tensor:
 def swept(gpu: ModuleType) -> list:
     """Return the kernel's tiles and some that it never chooses."""
     others = ((64, 64, 6), (64, 192, 6), (128, 176, 5))
-    return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *(gpu.wgmma.Tile(*numbers) for numbers in others)]
+    return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *gpu.CLUSTER_TILES, *(gpu.wgmma.Tile(*numbers) for numbers in others)]
 
 
 def check(inputs: Inputs, calls: dict[str, Callable[[Inputs], Tensor]]) -> float:

@@ -74,9 +74,10 @@ def worst_of(f: Forward, gpu_name: str) -> list[dict[str, object]]:
 
 def document() -> dict[str, object]:
     """Return the content of step_model.json."""
-    errors = {"fitted": {}, "held_out": {}}
+    kinds = {"fitted": measured.FITTED, "one_rate": measured.ONE_RATE, "held_out": measured.HELD_OUT}
+    errors: dict[str, dict] = {which: {} for which in kinds}
     of_all: dict[str, float] = {}
-    for which, families in (("fitted", measured.FITTED), ("held_out", measured.HELD_OUT)):
+    for which, families in kinds.items():
         for name, cases in families.items():
             ratios = measured.ratios(cases)
             errors[which][name] = asdict(measured.Errors.of(ratios))
@@ -102,6 +103,7 @@ def document() -> dict[str, object]:
         "what_if": {
             "few_heads": what_if.few_heads(),
             "tiles_of_products": what_if.tiles_of_products(),
+            "clusters": what_if.clusters(),
             "own_rows": own_rows.table(),
             "boundaries": what_if.boundaries(),
         },

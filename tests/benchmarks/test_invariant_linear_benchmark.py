@@ -21,9 +21,9 @@ def test_all_tiles_are_compared(groups: int, compiled_here: None) -> None:
     inputs = torch.randn(5, groups, 128).bfloat16(), torch.randn(groups, 70, 128).bfloat16()
     few = [tile for tile in bench.swept(gpu) if tile.rows * tile.tokens <= 2048]
     calls = {bench.name_of(tile): partial(bench.by_tile, tile) for tile in few}
-    assert len(calls) == 3 and "ours_by_w64x32x10" in calls
+    assert len(calls) == 7 and {"ours_by_w64x32x10", "ours_by_c32x16x16"} <= calls.keys()
     calls["ours"] = partial(bench.by_tile, None)
-    with emulated_row_kernel("sm90"):
+    with emulated_row_kernel("sm90", constant=[inputs[1]]):
         assert bench.check(inputs, calls) <= bench.WRONG
         right = calls["ours_by_w64x32x10"]
         with pytest.raises(AssertionError, match="ours_by_w64x32x10 has other bits"):

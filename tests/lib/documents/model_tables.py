@@ -107,6 +107,17 @@ def tiles_of_products(tokens: int = 64) -> str:
     return markdown(heads, rows)
 
 
+def clusters() -> str:
+    """Products of bf16 operands on one of four B200s: tiles of clusters and of single CTAs."""
+    cases = load("step_model")["what_if"]["clusters"]
+    counts = sorted({case["tokens"] for case in cases})
+    rows = []
+    for name in dict.fromkeys(case["product"] for case in cases):
+        found = {case["tokens"]: case for case in cases if case["product"] == name}
+        rows.append((name, *(f"{found[n]['us']:.1f} ({found[n]['one_cta_us']:.1f})" for n in counts)))
+    return markdown(("us, tokens", *map(whole, counts)), rows)
+
+
 def own_rows() -> str:
     """A prefill chunk with rows sharded over the ranks, by GPUs and context."""
     rows = load("step_model")["what_if"]["own_rows"]
