@@ -60,8 +60,8 @@ long) ab "$ours $builtin+prefill_cp" "prefill long" -- --context-length 270336 ;
 exact)
     python3 -c "import sys, pathlib; sys.path.insert(0, 'benchmarks'); from lib.model_shapes import write_models
 write_models(pathlib.Path('$folder/models'), tiny=False, full_size=True)"
-    python3 benchmarks/determinism_gpu.py --model "$folder/models/april" --tp 4 --works proof --resume \
-        --seconds "$seconds" --out "$folder/exact.json" -- --load-format dummy --mem-fraction-static 0.85
+    python3 benchmarks/determinism_gpu.py --model "$folder/models/april" --tp 4 --works proof --seconds "$seconds" \
+        --logs "$folder/logs" --out "$folder/exact.json" -- --load-format dummy --mem-fraction-static 0.85
     ;;
 transfer)
     python3 -c "import sys, pathlib; sys.path.insert(0, 'benchmarks'); from lib.model_shapes import write_models
