@@ -1,9 +1,9 @@
 #!/bin/sh
 # several_gpus.sh FOLDER SECONDS STAGE    one stage of the measurements of several GPUs, on a host that has them
 #
-# FOLDER gets models, servers, figures, logs and results (STAGE.json). A stage of contenders that has not ended in SECONDS
-# ends with status 3: repeat the command, and it goes on. Its servers keep running for the next stage; `stop` ends them.
-# The stages bits, exact, transfer and check always begin anew.
+# FOLDER gets models, servers, figures, logs and results (STAGE.json). A stage of contenders that has not ended in
+# SECONDS ends with status 3: repeat the command, and it goes on. Its servers keep running for the next stage; `stop`
+# ends them. The stages bits, exact, transfer and check begin anew each time.
 #
 #   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
