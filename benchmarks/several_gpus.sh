@@ -44,7 +44,7 @@ ab() {
 case $stage in
 bits)
     timeout "$seconds" python3 -m pytest -x -q -p no:cacheprovider -m gpu tests/serving/test_switches_gpu.py \
-        tests/serving/test_cards_gpu.py -k "graphs_of_prefills or (sharded_rows and attention)"
+        tests/serving/test_cards_gpu.py -k "prefills or (sharded_rows and attention)"
     ;;
 prefill) ab "ours ours+prefill_graphs" prefill && ab "ours+own_rows+prefill_graphs $builtin" prefill ;;
 decode) ab "$ours $builtin" "decode prefill multi_turn" ;;
