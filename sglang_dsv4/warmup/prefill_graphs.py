@@ -189,18 +189,23 @@ def record_prefills(runner: ModelRunner) -> None:
     """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps.
 
     Raises:
-        ValueError: the user asks for it in a server with stages, or with attention data parallelism.
+        ValueError: the user asks for it in a server with stages, with attention data parallelism, or whose graphs give
+            back their memory.
     """
+    from sglang.srt.environ import envs
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_exec
 
     model, graph = runner.model, get_exec().graph
     if graph.cuda_graph_backend_prefill != BREAKABLE or not current_platform.capabilities.graph_capture:
         return
-    is_staged = not (model.stage.is_first and model.stage.is_last)
-    if is_staged or data_parallel.is_on():
-        flag = "--pp-size" if is_staged else "--attn-dp-size"
-        raise ValueError(f"sglang-dsv4 does not support {FLAG} {BREAKABLE} with {flag} above 1: leave one of them out")
+    for refused, other in (
+        (not (model.stage.is_first and model.stage.is_last), "--pp-size above 1"),
+        (data_parallel.is_on(), "--attn-dp-size above 1"),
+        (envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(), "SGLANG_MEMORY_SAVER_CUDA_GRAPH"),
+    ):
+        if refused:
+            raise ValueError(f"sglang-dsv4 does not support {FLAG} {BREAKABLE} with {other}: leave one of them out")
     begin, free = time.perf_counter(), _free_bytes(runner)
     numbers = chosen_sizes(graph.cuda_graph_config.prefill)
     graphs = PrefillGraphs(model.model, numbers, runner.spec_algorithm.is_eagle())
