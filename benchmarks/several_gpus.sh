@@ -19,11 +19,12 @@
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
 #
-# OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests.
+# OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs
+# contenders get two GPUs each; use another FOLDER.
 set -u
 folder=$1 seconds=$2 stage=$3
 here=$(cd "$(dirname "$0")/.." && pwd)
-ours=${OURS:-ours} builtin=${BUILTIN:-builtin+marlin}
+tp=${TP:-4} ours=${OURS:-ours} builtin=${BUILTIN:-builtin+marlin}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 cd "$here" || exit 1
@@ -35,7 +36,7 @@ ab() {
     contenders=$1 works=$2
     shift 2
     # shellcheck disable=SC2086
-    python3 benchmarks/serve_ab.py --full-size --models "$folder/models" --tp 4 --in-turns "$folder/servers" \
+    python3 benchmarks/serve_ab.py --full-size --models "$folder/models" --tp "$tp" --in-turns "$folder/servers" \
         --figures "$folder/figures" --logs "$folder/logs" --out "$folder/$stage.json" \
         --seconds $((seconds - $(date +%s) + begin)) \
         --contenders $contenders --works $works ${REQUESTS:+--requests $REQUESTS} "$@"
@@ -65,11 +66,11 @@ groups)
     ab "ours ours+dp4" "$cells" && ab "ours+dp2 $builtin+dp4" "$cells"
     ;;
 experts) ab "ours ours+ep4" "decode prefill" && ab "ours+dp4+ep4 ours+dp4+ep4+exchange" "decode prefill" ;;
-stages) ab "ours ours+tp2_pp2" "decode prefill" ;;
+stages) ab "ours ours+tp$((tp / 2))_pp2" "decode prefill" ;;
 long) ab "$ours $builtin+prefill_cp" "prefill long" -- --context-length 270336 ;;
 exact)
     models "$folder/models" full_size=True
-    python3 benchmarks/determinism_gpu.py --model "$folder/models/april" --tp 4 --works proof --seconds "$seconds" \
+    python3 benchmarks/determinism_gpu.py --model "$folder/models/april" --tp "$tp" --works proof --seconds "$seconds" \
         --logs "$folder/logs" --out "$folder/exact.json" -- --load-format dummy --mem-fraction-static 0.85
     ;;
 transfer)

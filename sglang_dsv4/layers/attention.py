@@ -119,7 +119,10 @@ class Attention(nn.Module):
         tokens, indexer, all_heads = len(positions), self.indexer, self._all_heads(rows)
         attends = rows.own if all_heads else ALL_TOKENS
         latents, projected = together(
-            tokens, lambda: self.wqkv_a(x.of_linear)[0], self.projection and (lambda: self.projection(x.rows))
+            tokens,
+            lambda: self.wqkv_a(x.of_linear)[0],
+            self.projection and (lambda: self.projection(x.rows)),
+            products=True,
         )
         q_latent, kv = latents.split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = self.q_norm.of_linear(q_latent[attends], self.quantises)
@@ -128,6 +131,7 @@ class Attention(nn.Module):
             tokens,
             lambda: all_heads.queries(q_latent) if all_heads else self.wq_b(q_latent)[0],
             indexer and (lambda: indexer.query(index_latent)),
+            products=True,
         )
         q = q.unflatten(-1, (-1, self.config.head_dim))
         if not graph_breaks.has_breaks():
