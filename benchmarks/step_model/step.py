@@ -229,7 +229,7 @@ class Prediction:
     by_reach: dict[str, float]
     """The floors, with the launches' gaps and the loads and crossings that they wait for one after the other."""
     launches: int
-    """Of all layers, and for the logits."""
+    """Number of launches of all layers and of the logits."""
     bounds: dict[str, str]
     """Name of a launch -> the largest term of its time."""
 
