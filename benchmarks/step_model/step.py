@@ -10,7 +10,7 @@ from dsv4_kernels.host.joint_launch import CHAIN_THREADS, MOST_TOKENS
 from dsv4_kernels.moe.sm90.plan import NARROW
 from step_model import attention, blackwell, experts, index, products, rows
 from step_model.hardware import Gpu
-from step_model.launch import Launch, bound_by, one_after_the_other, time_us, together
+from step_model.launch import Launch, bound_by, one_after_the_other, parts_us, time_us, together
 
 SIDE_TOKENS = 32
 """Most tokens of a forward with a second stream. Hopper's joint launches, of up to 16 tokens, are counted so too."""
@@ -226,6 +226,10 @@ class Prediction:
     floor_us: float
     """Bytes of memory over the published bandwidth, or products over the published rate, summed over launches."""
     by_floor: dict[str, float]
+    by_reach: dict[str, float]
+    """The floors, with the launches' gaps and the loads and crossings that they wait for one after the other."""
+    launches: int
+    """Number of launches of all layers and of the logits."""
     bounds: dict[str, str]
     """Name of a launch -> the largest term of its time."""
 
@@ -233,10 +237,12 @@ class Prediction:
 def predict(f: Forward, gpu: Gpu) -> Prediction:
     """Return the time of a forward."""
     early = f.tokens <= 512
-    total, by_launch, by_floor, bounds = 0.0, {}, {}, {}
+    total, launched, by_launch, by_floor, by_reach, bounds = 0.0, 0, {}, {}, {}, {}
 
     def add(launches: list[Launch], times: int) -> float:
+        nonlocal launched
         us, idle = 0.0, 0.0
+        launched += times * len(launches)
         for launch in launches:
             alone = time_us(launch, gpu, early, idle)
             us += alone
@@ -244,6 +250,9 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
             by_launch[launch.name] = by_launch.get(launch.name, 0.0) + times * alone
             bounds[launch.name] = bound_by(launch, gpu, early)
             by_floor[launch.name] = by_floor.get(launch.name, 0.0) + times * floor_us(launch, gpu)
+            parts = parts_us(launch, gpu, early)
+            reach = floor_us(launch, gpu) + parts["gap"] + parts["latency"]
+            by_reach[launch.name] = by_reach.get(launch.name, 0.0) + times * reach
         return us
 
     for ratio in sorted(set(f.kinds)):
@@ -258,7 +267,7 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
     logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)
     total += add([logits], 1) + OTHER_LAUNCHES * OTHER_US
     by_launch["others"] = OTHER_LAUNCHES * OTHER_US
-    return Prediction(total, by_launch, sum(by_floor.values()), by_floor, bounds)
+    return Prediction(total, by_launch, sum(by_floor.values()), by_floor, by_reach, launched, bounds)
 
 
 def floor_us(launch: Launch, gpu: Gpu) -> float:

@@ -413,7 +413,7 @@ def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Cal
 
     name = kernel_on_gpu("rms_norm")
     x, weight, expected = (t.cuda() for t in channels_that_sum_together())
-    for tile in {**dict.fromkeys(gpu.TILES), **dict.fromkeys(gpu.tiles(ARCH[name]))}:
+    for tile in dict.fromkeys((*gpu.TILES, *gpu.CLUSTER_TILES, *gpu.tiles(ARCH[name]))):
         out = torch.empty_like(expected)
         gpu.run(name, "a test", x, weight.bfloat16(), out, tile)
         assert same_bits(out, expected), tile
@@ -438,7 +438,7 @@ def test_the_gpu_keeps_a_rows_bits(kernel_on_gpu: Callable[[str], str], rows: in
 
     whole = multiply(x)
     assert_products(whole[:40].cpu(), x[:40].cpu(), weight.cpu())
-    for tile in gpu.tiles(ARCH[name]):
+    for tile in dict.fromkeys((*gpu.tiles(ARCH[name]), *gpu.CLUSTER_TILES)):  # Hopper has the clusters' kernel, too
         out = whole.new_full(whole.shape, float("nan"))
         assert torch.equal(gpu.run(name, "a test", x, weight, out, tile), whole), tile
     for tokens in (1, 2, 3, 8, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511):
