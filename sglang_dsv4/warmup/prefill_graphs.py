@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--cuda-graph-backend-prefill"
 FEWEST_TOKENS = 256
+"""Fewest tokens of a graph by default, if chunks are not shorter."""
 MOST_TOKENS = 8192
 """Most tokens of a graph where prompts are not divided into chunks."""
 MOST_PADDING = 1 / 3
@@ -56,7 +57,7 @@ class Outputs(NamedTuple):
     taps: list[Tensor]
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """The results in a fixed order."""
         return [self.hidden_states, *([] if self.streams is None else [self.streams]), *self.taps]
 
     def first(self, tokens: int) -> Outputs:
@@ -189,8 +190,8 @@ def record_prefills(runner: ModelRunner) -> None:
     """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps.
 
     Raises:
-        ValueError: the user asks for it in a server with stages, with attention data parallelism, or whose graphs give
-            back their memory.
+        ValueError: the user asks for these graphs in a server with stages, with attention data parallelism, or with
+            graphs that give back their memory.
     """
     from sglang.srt.environ import envs
     from sglang.srt.platforms import current_platform
