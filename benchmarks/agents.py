@@ -39,7 +39,7 @@ from typing import Any
 import aiohttp
 from lib.agent_sessions import ALL, KINDS, NEW_TOKENS, SEED, STYLES, Load, Request
 from lib.equal_memory import builtin_tokens, tokens_that_fit
-from lib.http_client import HttpClient, new_session
+from lib.http_client import HttpClient, new_session, require_ok
 from lib.model_shapes import write_models
 from lib.servers import CONTENDERS, Server, running
 from lib.versions import versions
@@ -83,8 +83,7 @@ async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> Rep
     }
     sent, first, usage = time.perf_counter(), None, None
     async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        if response.status != 200:
-            raise RuntimeError(f"the chat route answered {response.status}: {(await response.text())[:500]}")
+        await require_ok(response)
         async for line in response.content:
             event = line.removeprefix(b"data: ").strip()
             if not event or event == b"[DONE]":

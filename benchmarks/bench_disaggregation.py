@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 from lib import serve_load, servers, transfer_rate
 from lib.http_client import new_session
+from lib.transfer_engines import ENGINES
 from lib.versions import versions
 
 WORKS = ("transfer", "serve")
@@ -186,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--backend", choices=transfer_rate.ENGINES, default="mooncake_tcp")
+    parser.add_argument("--backend", choices=ENGINES, default="mooncake_tcp")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=WORKS)
     parser.add_argument("--contenders", nargs="+", choices=(PD, ONE), default=(PD, ONE))
     parser.add_argument("--lengths", nargs="+", type=int, default=(256, 2048, 16384))

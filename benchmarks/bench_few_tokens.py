@@ -9,7 +9,7 @@ have room for 128K tokens, as a server's CUDA graphs. Rows:
     csa         attention over the window and 512 chosen entries
     hca         attention over the window and all entries of 128 tokens
 
-Contenders: `many` (the kernels of large batches: `indexer.gpu.FEW_TOKENS` is 0, and no tile has its own CTA) and `few`
+Contenders: `many` (the kernels of large batches: `indexer.gpu.FEW_TOKENS` are 0, and no tile has its own CTA) and `few`
 (what a call chooses). First their results are compared bit by bit; if they differ nothing is timed. A graph has CALLS
 calls, which begin early and use one set of requests each, after a copy that leaves none of them in the L2 cache. Before
 each call comes a norm of a small row, as in a layer: a launch that fills the GPU delays the early start of the next
@@ -53,7 +53,7 @@ SECONDS = 0.4
 def kernels_of_many() -> Iterator[None]:
     """Inside, calls of few tokens use the kernels of large batches."""
     with (
-        mock.patch.object(indexer, "FEW_TOKENS", 0),
+        mock.patch.object(indexer, "FEW_TOKENS", dict.fromkeys(indexer.FEW_TOKENS, 0)),
         mock.patch.object(sm90, "_tiles_with_a_cta", lambda problem: 0),
     ):
         yield

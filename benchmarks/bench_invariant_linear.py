@@ -3,9 +3,9 @@
     python benchmarks/bench_invariant_linear.py [--layers REGEX] [--tokens 1,4,...] [--sweep] [--out FILE]
 
 Contenders, in CUDA graphs: `ours` (`linear_fp32` or `grouped_linear`, with the tile that a call chooses), `cublas` (the
-server without --enable-deterministic-inference), and with --sweep `ours_by_*`, every tile and some that the kernel
-never chooses. First every tile must have the bits of `ours` in all elements, and some elements are compared with
-float64. Calls alternate between sets of weights that exceed L2 in size.
+server without --enable-deterministic-inference), and with --sweep `ours_by_*`, every tile of this GPU's generation, and
+some that Hopper's kernel never chooses. First every tile must have the bits of `ours` in all elements, and some
+elements are compared with float64. Calls alternate between sets of weights that exceed L2 in size.
 
     floor = the larger of the time to move operands and result once, and that of the products at the card's bf16 rate
 
@@ -29,6 +29,7 @@ from lib.measuring import Ceilings, heading, interleaved, l2_bytes
 from torch import Tensor
 
 from dsv4_kernels.host import compile_pool
+from dsv4_kernels.host.arch import architecture, implementation_of
 from dsv4_kernels.linear import grouped_linear, linear_fp32
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -52,20 +53,22 @@ def product(inputs: Inputs, impl: str) -> Tensor:
     return linear_fp32(x[:, 0], weight[0], impl=impl)
 
 
-def by_tile(tile: object, inputs: Inputs) -> Tensor:
+def by_tile(tile: object, inputs: Inputs, impl: str = "sm90") -> Tensor:
     """Return the product by our kernel with a tile that need not be the chosen one."""
     from dsv4_kernels.linear import gpu
 
     x, weight = inputs
     if len(weight) > 1:
-        return gpu.sm90_grouped_linear(x, weight, tile=tile)
-    return gpu.sm90_linear_fp32(x[:, 0], weight[0], tile=tile)
+        return getattr(gpu, f"{impl}_grouped_linear")(x, weight, tile=tile)
+    return getattr(gpu, f"{impl}_linear_fp32")(x[:, 0], weight[0], tile=tile)
 
 
-def swept(gpu: ModuleType) -> list:
-    """Return the kernel's tiles and some that it never chooses."""
+def swept(gpu: ModuleType, impl: str = "sm90") -> list:
+    """Return the kernel's tiles and, for Hopper, some that it never chooses."""
+    if impl != "sm90":
+        return [*gpu.TILES, *gpu.CLUSTER_TILES]
     others = ((64, 64, 6), (64, 192, 6), (128, 176, 5))
-    return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *(gpu.wgmma.Tile(*numbers) for numbers in others)]
+    return [*gpu.HOPPER_TILES, *gpu.TILES[1:], *gpu.CLUSTER_TILES, *(gpu.wgmma.Tile(*numbers) for numbers in others)]
 
 
 def check(inputs: Inputs, calls: dict[str, Callable[[Inputs], Tensor]]) -> float:
@@ -97,16 +100,17 @@ def run_case(name: str, tokens: int, device: torch.device, ceilings: Ceilings, s
     for _ in range(count):
         x = torch.randn(tokens, groups, CHANNELS, device=device).bfloat16()
         sets.append((x, (torch.randn(groups, rows, CHANNELS, device=device) / math.sqrt(CHANNELS)).bfloat16()))
+    impl = implementation_of(device)
     calls: dict[str, Callable[[Inputs], Tensor]] = {
-        "ours": partial(product, impl="sm90"),
+        "ours": partial(product, impl=impl),
         "cublas": partial(product, impl="cublas"),
     }
     if sweep:
         from dsv4_kernels.linear import gpu
 
-        for tile in swept(gpu):
+        for tile in swept(gpu, impl):
             if tile.tokens <= max(32, 8 * tokens) and (tokens < 1024 or tile.tokens >= 64):
-                calls[name_of(tile)] = partial(by_tile, tile)
+                calls[name_of(tile)] = partial(by_tile, tile, impl=impl)
     row: dict[str, object] = {"name": f"{name}-t{tokens}", "rel_err": float(f"{check(sets[0], calls):.3e}")}
     timed = {contender: [partial(call, inputs) for inputs in sets] for contender, call in calls.items()}
     for contender, timing in interleaved(timed, device, SECONDS * len(timed)).items():
@@ -127,16 +131,18 @@ def line(row: dict) -> str:
     )
 
 
-def compile_all(sweep: bool) -> None:
+def compile_all(device: torch.device, sweep: bool) -> None:
     """Compile missing kernels in several processes."""
     from dsv4_kernels.linear import gpu
 
+    impl = implementation_of(device)
+    arch = architecture(impl, device)
     todo = [
-        (f"{tile} {fp32}", partial(gpu.compile, gpu.configuration(tile, fp32), "sm_90a"))
-        for tile in (swept(gpu) if sweep else gpu.tiles("sm_90a"))
+        (f"{tile} {fp32}", partial(gpu.compile, gpu.configuration(tile, fp32), arch))
+        for tile in (swept(gpu, impl) if sweep else gpu.tiles(arch))
         for fp32 in (True, False)
     ]
-    compile_pool.fill(todo, "sm_90a", lambda *progress: None)
+    compile_pool.fill(todo, arch, lambda *progress: None)
 
 
 def main() -> None:
@@ -150,7 +156,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
     device = torch.device("cuda")
-    compile_all(options.sweep)
+    compile_all(device, options.sweep)
     ceilings, result = heading("invariant_linear", device)
     print(f"{'case':14} {'ours':>9} {'cublas':>9} {'ratio':>6} {'floor':>9} {'of it':>6}")
     for name in (name for name in LAYERS if re.search(options.layers, name)):

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lib.http_client import HttpClient, new_session
+from lib.http_client import HttpClient, new_session, require_ok
 from lib.servers import Server, running
 from lib.versions import versions
 
@@ -89,8 +89,7 @@ async def converse(load: Load, url: str, rank_of: Callable[[int], int | None]) -
             body = {"input_ids": histories[i], "sampling_params": sampling}
             body |= {} if rank is None else {"routed_dp_rank": rank}
             async with session.post(f"{url}/generate", json=body) as response:
-                if response.status != 200:
-                    raise RuntimeError(f"/generate answered {response.status}: {(await response.text())[:500]}")
+                await require_ok(response)
                 answer = await response.json()
             meta = answer["meta_info"]
             place = f"{meta['weight_version']} {meta.get('dp_rank') or 0}"

@@ -57,7 +57,8 @@ def row(gpu_name: str, f: Forward) -> dict[str, object]:
     """Return the prediction of a forward."""
     prediction = predict(f, GPUS[gpu_name])
     of_forward = {"gpu": gpu_name, "model": f.model.name, "ranks": f.ranks, "prefill": f.prefill, "tokens": f.tokens}
-    return of_forward | {"ms": round(prediction.us / 1e3, 2), "floor_ms": round(prediction.floor_us / 1e3, 2)}
+    of_forward |= {"ms": round(prediction.us / 1e3, 2), "floor_ms": round(prediction.floor_us / 1e3, 2)}
+    return of_forward | {"launches": prediction.launches}
 
 
 def worst_of(f: Forward, gpu_name: str) -> list[dict[str, object]]:
@@ -68,15 +69,25 @@ def worst_of(f: Forward, gpu_name: str) -> list[dict[str, object]]:
         floor = prediction.by_floor.get(name, 0.0)
         if us - floor >= LISTED_US and us > ABOVE_FLOOR * floor:
             bound = prediction.bounds.get(name, "launches")
-            found.append({"launch": name, "us": round(us), "floor_us": round(floor), "largest_term": bound})
+            reach = prediction.by_reach.get(name, us)
+            found.append(
+                {
+                    "launch": name,
+                    "us": round(us),
+                    "floor_us": round(floor),
+                    "over_reach": round(us / reach, 2),
+                    "largest_term": bound,
+                }
+            )
     return sorted(found, key=lambda entry: entry["floor_us"] - entry["us"])
 
 
 def document() -> dict[str, object]:
     """Return the content of step_model.json."""
-    errors = {"fitted": {}, "held_out": {}}
+    kinds = {"fitted": measured.FITTED, "one_rate": measured.ONE_RATE, "held_out": measured.HELD_OUT}
+    errors: dict[str, dict] = {which: {} for which in kinds}
     of_all: dict[str, float] = {}
-    for which, families in (("fitted", measured.FITTED), ("held_out", measured.HELD_OUT)):
+    for which, families in kinds.items():
         for name, cases in families.items():
             ratios = measured.ratios(cases)
             errors[which][name] = asdict(measured.Errors.of(ratios))
@@ -102,6 +113,7 @@ def document() -> dict[str, object]:
         "what_if": {
             "few_heads": what_if.few_heads(),
             "tiles_of_products": what_if.tiles_of_products(),
+            "clusters": what_if.clusters(),
             "own_rows": own_rows.table(),
             "boundaries": what_if.boundaries(),
         },

@@ -1,12 +1,13 @@
 #!/bin/sh
 # several_gpus.sh FOLDER SECONDS STAGE    one stage of the measurements of several GPUs, on a host that has them
 #
-# FOLDER gets models, servers, figures, logs and results (STAGE.json). A stage that has not ended in SECONDS ends with
-# status 3: repeat the command, and it goes on. Servers keep running for the next stage; `stop` ends them.
+# FOLDER gets models, servers, figures, logs and results (STAGE.json). A stage of contenders that has not ended in
+# SECONDS ends with status 3: repeat the command, and it goes on. Its servers keep running for the next stage; `stop`
+# ends them. The stages bits, exact, transfer and check begin anew each time.
 #
-#   bits        tests, two GPUs: graphs of prefills and sharded rows have the bits of neither
+#   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
-#   decode      the same, decoding, with what won put into OURS
+#   decode      the same, decoding; put the contender that won into OURS
 #   published   8,192 tokens in, 1,024 out
 #   drafts      the same with DSPARK, 5.45 tokens a step accepted; CELLS=decode for the step alone
 #   flag        the deterministic flag against the default
@@ -18,11 +19,12 @@
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
 #
-# OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS their numbers.
+# OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs
+# contenders get two GPUs each; use another FOLDER.
 set -u
 folder=$1 seconds=$2 stage=$3
 here=$(cd "$(dirname "$0")/.." && pwd)
-ours=${OURS:-ours} builtin=${BUILTIN:-builtin+marlin}
+tp=${TP:-4} ours=${OURS:-ours} builtin=${BUILTIN:-builtin+marlin}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 cd "$here" || exit 1
@@ -34,16 +36,25 @@ ab() {
     contenders=$1 works=$2
     shift 2
     # shellcheck disable=SC2086
-    python3 benchmarks/serve_ab.py --full-size --models "$folder/models" --tp 4 --in-turns "$folder/servers" \
+    python3 benchmarks/serve_ab.py --full-size --models "$folder/models" --tp "$tp" --in-turns "$folder/servers" \
         --figures "$folder/figures" --logs "$folder/logs" --out "$folder/$stage.json" \
         --seconds $((seconds - $(date +%s) + begin)) \
         --contenders $contenders --works $works ${REQUESTS:+--requests $REQUESTS} "$@"
 }
 
+# models FOLDER [ARGUMENT]: the configs FOLDER/april and FOLDER/dspark of six layers, or with full_size=True of all.
+models() {
+    python3 -c "import sys, pathlib; sys.path.insert(0, 'benchmarks'); from lib.model_shapes import write_models
+write_models(pathlib.Path('$1'), tiny=False, ${2:-})"
+}
+
 case $stage in
 bits)
-    timeout "$seconds" python3 -m pytest -x -q -p no:cacheprovider -m gpu tests/serving/test_switches_gpu.py \
-        tests/serving/test_cards_gpu.py -k "graphs_of_prefills or (sharded_rows and attention)"
+    # By node ids: pytest ends with an error if one of them is gone, where `-k` would leave the test out.
+    shards=tests/serving/test_cards_gpu.py::test_sharded_rows_and_graphs_have_the_bits_of_all_rows
+    timeout "$seconds" python3 -m pytest -x -q -p no:cacheprovider -m gpu \
+        "tests/serving/test_switches_gpu.py::test_no_flag_changes_a_bit[graphs of prefills]" \
+        "${shards}[attention-disabled]" "${shards}[attention-breakable]"
     ;;
 prefill) ab "ours ours+prefill_graphs" prefill && ab "ours+own_rows+prefill_graphs $builtin" prefill ;;
 decode) ab "$ours $builtin" "decode prefill multi_turn" ;;
@@ -55,17 +66,15 @@ groups)
     ab "ours ours+dp4" "$cells" && ab "ours+dp2 $builtin+dp4" "$cells"
     ;;
 experts) ab "ours ours+ep4" "decode prefill" && ab "ours+dp4+ep4 ours+dp4+ep4+exchange" "decode prefill" ;;
-stages) ab "ours ours+tp2_pp2" "decode prefill" ;;
+stages) ab "ours ours+tp$((tp / 2))_pp2" "decode prefill" ;;
 long) ab "$ours $builtin+prefill_cp" "prefill long" -- --context-length 270336 ;;
 exact)
-    python3 -c "import sys, pathlib; sys.path.insert(0, 'benchmarks'); from lib.model_shapes import write_models
-write_models(pathlib.Path('$folder/models'), tiny=False, full_size=True)"
-    python3 benchmarks/determinism_gpu.py --model "$folder/models/april" --tp 4 --works proof --resume \
-        --seconds "$seconds" --out "$folder/exact.json" -- --load-format dummy --mem-fraction-static 0.85
+    models "$folder/models" full_size=True
+    python3 benchmarks/determinism_gpu.py --model "$folder/models/april" --tp "$tp" --works proof --seconds "$seconds" \
+        --logs "$folder/logs" --out "$folder/exact.json" -- --load-format dummy --mem-fraction-static 0.85
     ;;
 transfer)
-    python3 -c "import sys, pathlib; sys.path.insert(0, 'benchmarks'); from lib.model_shapes import write_models
-write_models(pathlib.Path('$folder/six_layers'), tiny=False)"
+    models "$folder/six_layers"
     timeout "$seconds" python3 benchmarks/bench_disaggregation.py --model "$folder/six_layers/april" \
         --backend "${BACKEND:-nixl}" --logs "$folder" --out "$folder/transfer.json" -- --load-format dummy \
         --context-length 32768 --max-total-tokens 600064 --max-running-requests 64 --chunked-prefill-size 8192

@@ -6,8 +6,8 @@
     logits of the gate | the shared expert's first product
     choice of experts, then the list of their work | the shared expert's SwiGLU
 
-A layer without entries or indexer lacks their parts; a launch with one part left is the op's own. FP8 products are
-parts on Hopper, whose products of few tokens are this package's.
+A layer without entries or indexer lacks their parts; a launch with one part left is the op's own. Products are parts
+on Hopper only: Blackwell's FP8 products are launches of their own.
 """
 
 from __future__ import annotations
@@ -74,5 +74,5 @@ def _fp8_products(model: ModelShapes, *rows: int) -> Iterator[tuple[Part, ...]]:
     from dsv4_kernels.linear.fp8_plan import TOKENS, chosen, sharing
 
     resident = multiprocessors(model.attention.device)
-    for tokens in (width for width in TOKENS if width <= MOST_TOKENS):
+    for tokens in (width for width in TOKENS if width <= MOST_TOKENS["sm90"]):
         yield tuple(fp8.part(sharing(chosen(tokens, count, resident))) for count in rows)

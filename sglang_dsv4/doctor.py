@@ -42,18 +42,23 @@ from sglang_dsv4.weights import rank_bytes
 from sglang_dsv4.weights.checkpoint_files import stated
 
 PACKAGES = (
-    *(
-        "sglang-dsv4",
-        "sglang",
-        "sglang-kernel",
-        "sgl-deep-gemm",
-        "sgl-flash-mla",
-        "torch",
-        "triton",
-        "flashinfer-python",
-    ),
-    *("nvidia-cutlass-dsl", "apache-tvm-ffi", "nvidia-nccl-cu13", "transformers", "tokenizers", "xgrammar"),
-    *("deepseek-recipe", "safetensors", "numpy"),
+    "sglang-dsv4",
+    "sglang",
+    "sglang-kernel",
+    "sgl-deep-gemm",
+    "sgl-flash-mla",
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "nvidia-nccl-cu13",
+    "transformers",
+    "tokenizers",
+    "xgrammar",
+    "deepseek-recipe",
+    "safetensors",
+    "numpy",
 )
 """Packages whose versions a bug report needs."""
 MEMORY_SHARE = 0.88
@@ -103,13 +108,22 @@ def _kernel_folder() -> str:
     return f"{len(list(folder.glob(f'{compile_cache.PREFIX}*.o')))} in {folder}"
 
 
+def config_of(model: Path) -> Config:
+    """The config of a checkpoint's folder.
+
+    Raises:
+        OSError, ValueError: there is no config.json, or the model can't be served.
+    """
+    return Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+
+
 def geometry_of_checkpoint(model: Path, *, fp8: bool, stage: Stage | None = None) -> PoolGeometry:
     """The pools' dimensions for a checkpoint on one rank, or for a stage of it, with FP8 rows (as on a GPU) or plain.
 
     Raises:
         OSError, ValueError: there is no config.json, or the model can't be served.
     """
-    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    config = config_of(model)
     layers = range(config.num_hidden_layers) if stage is None else stage.layers
     return PoolGeometry(
         ratios=tuple(config.schedule.ratios[layers.start : layers.stop]),
@@ -125,7 +139,7 @@ def geometry_of_checkpoint(model: Path, *, fp8: bool, stage: Stage | None = None
 
 def _expert_workspace_bytes(model: Path, tokens: int) -> int:
     """Bytes of the workspace of a layer's routed experts on Hopper, with all experts on one rank."""
-    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    config = config_of(model)
     return workspace_bytes(
         tokens,
         config.num_experts_per_tok,
@@ -200,7 +214,7 @@ def stages_of_checkpoint(model: Path, count: int) -> tuple[Stage, ...]:
     Raises:
         ValueError: the layers can't be divided so.
     """
-    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    config = config_of(model)
     found = stages(config.num_hidden_layers, count, env.text(SIZES_VARIABLE))
     for stage in found:
         stage.require_entries(config.schedule.ratios)
@@ -209,7 +223,7 @@ def stages_of_checkpoint(model: Path, count: int) -> tuple[Stage, ...]:
 
 def weights_of_stage(model: Path, stage: Stage) -> str:
     """A line on a stage: its name, and the bytes of its weights in the release's formats, on one GPU a stage."""
-    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    config = config_of(model)
     held = rank_bytes.bytes_of_a_rank(config, Topology(1), "fp8", stage)
     return f"{stage.name}: {held / 2**30:.1f} GiB of weights (wo_a in FP8), divided by --tp-size"
 
@@ -229,7 +243,7 @@ def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: 
     """
     from sglang_dsv4.cache.pool_plan import largest_plan
 
-    config = Config.from_hf(stated(json.loads((model / "config.json").read_text())))
+    config = config_of(model)
     geometry, options = geometry_of_checkpoint(model, fp8=rows == "fp8"), TailOptions.from_environment()
     lines = [
         f"{gpus} GPUs of {gigabytes:g} GB, {MEMORY_SHARE:g} of it for weights and KV (--mem-fraction-static), "

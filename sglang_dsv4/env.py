@@ -127,7 +127,8 @@ SWITCHES = (
         "SGLANG_DSV4_JOINT_LAUNCH",
         ("on", "off"),
         "on",
-        "in forwards of up to 16 tokens, kernels of a layer that do not depend on each other are one launch",
+        "in forwards of up to 16 tokens (Blackwell: 64), kernels of a layer that do not depend on each other are one "
+        "launch",
     ),
     Switch(
         "SGLANG_DSV4_COMPARE_ATTENTION",

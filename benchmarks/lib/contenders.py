@@ -2,8 +2,8 @@
 
     ours    ours+our_all_reduce    builtin+marlin    builtin+flashinfer_fp8+custom_all_reduce
 
-`PARTS` has every part. Which of the built-in's experts is the fastest differs from row to row, so a comparison has
-several, and a row of the result names the contender that it is of.
+`PARTS` has every part. Which experts make the built-in fastest differs from load to load, so a comparison has several
+contenders of it, and each row of a result names its contender.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = {
     "flashinfer": Part(_BUILTIN, "experts by FlashInfer's CUTLASS, W4A16: SGLang's default on Hopper", _FLASHINFER),
     "flashinfer_fp8": Part(
         _BUILTIN,
-        "the same with FP8 activations in Humming's layout, W4A8",
+        "as flashinfer, with FP8 activations in Humming's layout, W4A8",
         (*_FLASHINFER, "--flashinfer-mxfp4-moe-precision", "fp8"),
     ),
     "humming": Part(_BUILTIN, "experts by Humming, W4A16 (package humming-kernels)", _HUMMING),
@@ -76,7 +76,7 @@ PARTS = {
     ),
     "own_rows": Part(
         _OURS,
-        "the same, and a rank attends for its own tokens only",
+        "as sequence_parallel, and a rank attends for its own tokens only",
         env={"SGLANG_DSV4_SEQUENCE_PARALLEL": "attention"},
     ),
     "dp2": _groups(2),

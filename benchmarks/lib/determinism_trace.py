@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.http_client import HttpClient, new_session
+from lib.http_client import HttpClient, new_session, require_ok
 
 TOP = 5
 SHOWN = 20
@@ -179,8 +179,7 @@ class Client(HttpClient):
             RuntimeError: the server answered with an error; its text.
         """
         async with self.session.post(f"{self.url}/generate", json=request.body()) as response:
-            if response.status != 200:
-                raise RuntimeError(f"/generate answered {response.status}: {(await response.text())[:500]}")
+            await require_ok(response)
             return Answer.of(await response.json())
 
     async def leave(self, request: Request, events: int) -> None:

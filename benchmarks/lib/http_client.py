@@ -1,4 +1,4 @@
-"""An asynchronous client's connections to a running server; `serve_load` and `determinism_trace` send with them."""
+"""An asynchronous client's connections to a running server."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ class HttpClient:
                     return
             await asyncio.sleep(_PAUSE_S)
         raise RuntimeError(f"/flush_cache was refused for {FLUSH_FOR_S} s")
+
+
+async def require_ok(response: aiohttp.ClientResponse) -> None:
+    """Check an answer's status.
+
+    Raises:
+        RuntimeError: it is not 200; names the route, and has the beginning of the answer.
+    """
+    if response.status != 200:
+        raise RuntimeError(f"{response.url.path} answered {response.status}: {(await response.text())[:500]}")
 
 
 def new_session() -> aiohttp.ClientSession:

@@ -44,7 +44,7 @@ def cycles_of(prefill: bool) -> dict[str, float]:
     request, visible = torch.zeros(TOKENS, dtype=torch.int32), torch.full((TOKENS,), ENTRIES, dtype=torch.int32)
     q, weights = torch.zeros(TOKENS, HEADS, 128, dtype=torch.bfloat16), torch.zeros(TOKENS, HEADS)
     one_cta = mock.patch.object(prefill_tcgen05, "CTAS", 1)
-    many_tokens = mock.patch.object(gpu, "FEW_TOKENS", 0)
+    many_tokens = mock.patch.object(gpu, "FEW_TOKENS", dict.fromkeys(gpu.FEW_TOKENS, 0))
     with one_cta, many_tokens, emulated(checks=Checks(order=False)) as device:
         gpu.sm100(q, weights, keys, table, PAGE_ROWS, request, visible, 512, table, prefill)
     report = device.reports[0]

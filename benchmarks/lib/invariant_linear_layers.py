@@ -8,5 +8,5 @@ LAYERS = {"gate": (1, 256), "hca": (1, 1024), "csa": (1, 2624), "wo_a": (8, 1024
 
 def name_of(tile: object) -> str:
     """Return the name of a tile's contender in the benchmark."""
-    kind = "" if hasattr(tile, "at_once") else "w"
+    kind = "w" if not hasattr(tile, "at_once") else "c" if tile.ctas > 1 else ""
     return f"ours_by_{kind}{tile.rows}x{tile.tokens}x{tile.stages}"

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lib.http_client import HttpClient, new_session
+from lib.http_client import HttpClient, new_session, require_ok
 
 FIRST_ID, LAST_ID = 3, 129_000
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -68,8 +68,7 @@ class Client(HttpClient):
         body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **fields}
         sent, times, last = time.perf_counter(), [], b""
         async with self.session.post(f"{self.url}/generate", json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(f"/generate answered {response.status}: {(await response.text())[:500]}")
+            await require_ok(response)
             async for line in response.content:
                 # Tokens are only counted here: parsing every event would make the client the bottleneck of large
                 # batches.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 
+from lib.http_client import require_ok
 from lib.serve_load import FIRST_ID, LAST_ID, Client
 
 STEPS = 8
@@ -145,8 +146,7 @@ async def _start(
 ) -> None:
     body = {"output_dir": folder, "num_steps": steps, "activities": list(activities)}
     async with session.post(f"{url}/start_profile", json=body) as response:
-        if response.status != 200:
-            raise RuntimeError(f"/start_profile answered {response.status}: {(await response.text())[:300]}")
+        await require_ok(response)
 
 
 def _trace(folder: Path) -> list[dict]:

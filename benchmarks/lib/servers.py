@@ -24,10 +24,8 @@ CONTENDERS = ("builtin", "ours")
 HCA_GROUP = 128  # tokens of an HCA entry, and rows of a request's HCA state in the built-in
 READY_TIMEOUT_S = 900
 LINES_OF_REASON = 40
-NODES_PORT, NODE_PORTS = (
-    500,
-    1000,
-)  # the distance from a server's port to the port at which its nodes meet, and between the ports of two nodes
+NODES_PORT = 500  # from a server's port to the port at which its nodes meet
+NODE_PORTS = 1000  # from the port of a node to the next node's
 PORT_TAKEN = "address already in use"
 """A server's log line when its port is in use; the server then never answers. Linux gives ports from 32768 on to any
 process."""

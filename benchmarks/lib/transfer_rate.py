@@ -3,29 +3,29 @@
 Two processes have a pool of V4-Flash's 43 layers each, in FP8 rows. SGLang's own sender makes the list of blocks of a
 prompt and gives it to the engine; the plain copy is one block of as many bytes, from one run of memory to another.
 Copies alternate. The pages of a prompt are anywhere in both pools, as in a server that has run for long, or all in one
-run, as in a new one.
+run, as in a new server.
 
-The list of blocks is that of SGLang's sender for Mooncake, also where NIXL sends it: SGLang's sender for NIXL joins
-neighbouring pages in the same way.
+The sender is the one for Mooncake, also where NIXL's engine copies: SGLang's sender for NIXL joins neighbouring pages
+in the same way.
 """
 
 from __future__ import annotations
 
-import base64
 import multiprocessing
 import random
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
+
+from lib.transfer_engines import ENGINES
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)
 PAGE_TOKENS = 256
 RING_SLOTS = 3
-HOST = "127.0.0.1"
 ROUNDS = 21
 TIMEOUT_S = 120
 
@@ -123,93 +122,6 @@ class Memory:
         return found
 
 
-class Engine(Protocol):
-    """Copies blocks of memory to a process with another engine of the kind; 0 is success."""
-
-    def session(self) -> str:
-        """Return what another engine needs to write here, once all memory is registered."""
-
-    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        """Let other engines write into memory."""
-
-    def batch_transfer_sync_write(
-        self, session: str, sources: list[int], destinations: list[int], lengths: list[int]
-    ) -> int:
-        """Copy blocks to another engine."""
-
-
-class Mooncake:
-    """Mooncake's engine over TCP where it is installed, else the one of this package for CPUs."""
-
-    def __init__(self, device: str) -> None:
-        from importlib.util import find_spec
-
-        if find_spec("mooncake") is not None:
-            from mooncake.engine import TransferEngine
-        elif device == "cpu":
-            from sglang_dsv4.cpu.transfer_engine import TransferEngine
-        else:
-            raise RuntimeError("no transfer engine for a GPU: install mooncake-transfer-engine")
-        engine = TransferEngine()
-        if engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
-            raise RuntimeError("the engine does not start")
-        self.batch_register_memory = engine.batch_register_memory
-        self.batch_transfer_sync_write = engine.batch_transfer_sync_write
-        self._port = engine.get_rpc_port
-
-    def session(self) -> str:
-        """Return address and port."""
-        return f"{HOST}:{self._port()}"
-
-
-class Nixl:
-    """NIXL's agent over UCX, which copies between GPUs of a host by CUDA IPC."""
-
-    def __init__(self, device: str) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        place = torch.device(device)
-        if place.type == "cuda":
-            torch.cuda.set_device(place)  # UCX opens the current device
-        self._kind, self._device = ("VRAM", place.index or 0) if place.type == "cuda" else ("DRAM", 0)
-        self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
-        self._peers: dict[str, tuple[str, int]] = {}
-
-    def session(self) -> str:
-        """Return the device's number and the agent's metadata."""
-        return f"{self._device} {base64.b64encode(self._agent.get_agent_metadata()).decode()}"
-
-    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        """Register memory of this engine's device."""
-        regions = [(*region, self._device, "") for region in zip(addresses, lengths, strict=True)]
-        self._agent.register_memory(regions, self._kind)
-        return 0
-
-    def batch_transfer_sync_write(
-        self, session: str, sources: list[int], destinations: list[int], lengths: list[int]
-    ) -> int:
-        """Copy blocks to another engine."""
-        if session not in self._peers:
-            device, metadata = session.split()
-            self._peers[session] = self._agent.add_remote_agent(base64.b64decode(metadata)), int(device)
-        peer, device = self._peers[session]
-        count = len(lengths)
-        ours, theirs = (
-            self._agent.get_xfer_descs(numpy.column_stack((blocks, lengths, [number] * count)), self._kind)
-            for blocks, number in ((sources, self._device), (destinations, device))
-        )
-        handle = self._agent.initialize_xfer("WRITE", ours, theirs, peer)
-        state = self._agent.transfer(handle)
-        while state == "PROC":
-            state = self._agent.check_xfer_state(handle)
-        self._agent.release_xfer_handle(handle)
-        return 0 if state == "DONE" else 1
-
-
-ENGINES: dict[str, Callable[[str], Engine]] = {"mooncake_tcp": Mooncake, "nixl": Nixl}
-"""By the name of SGLang's --disaggregation-transfer-backend."""
-
-
 def receive(connection: Connection, device: str, pool_pages: int, backend: str) -> None:
     """Be the decode server: let the other process write, and answer with sums of what has arrived."""
     memory = Memory(device, pool_pages, backend, fill=False)
@@ -281,13 +193,39 @@ def blocks_of(manager: MooncakeKVManager, send_all: Callable[[], None]) -> int:
     return count
 
 
+def times_of(
+    manager: MooncakeKVManager, memory: Memory, to: Side, pages: tuple[Sequence[int], Sequence[int]], size: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of a prompt's transfer and of a plain copy in each round; the first round warms up.
+
+    Args:
+        manager, memory: the sender's.
+        to: the receiver's addresses.
+        pages: of the prompt, here and there.
+        size: bytes of the plain copy.
+
+    Raises:
+        RuntimeError: a copy failed.
+    """
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        send(manager, memory, to, *pages)
+        middle = time.perf_counter()
+        plain = [to.session, [memory.plain.data_ptr()], [to.plain], [size]]
+        if memory.engine.batch_transfer_sync_write(*plain) != 0:
+            raise RuntimeError("a plain copy failed")
+        times.append((middle - begin, time.perf_counter() - middle))
+    return times[1:]
+
+
 def measure(lengths: Sequence[int], devices: tuple[str, str], backend: str) -> list[Rate]:
     """Return the rates for prompts of these lengths, multiples of 256 tokens, from one device to the other.
 
     Args:
         lengths: in tokens.
         devices: "cpu", or a GPU as "cuda:0".
-        backend: of `ENGINES`.
+        backend: a name of `transfer_engines.ENGINES`.
 
     Raises:
         RuntimeError: bytes have not arrived as they were sent.
@@ -310,18 +248,9 @@ def measure(lengths: Sequence[int], devices: tuple[str, str], backend: str) -> l
                 other.send((list(theirs), 2))
                 if memory.sums(ours, 1) != other.recv():
                     raise RuntimeError(f"{length} tokens have not arrived as they were sent")
-                times: dict[str, list[float]] = {"kv": [], "plain": []}
-                for _ in range(ROUNDS):
-                    begin = time.perf_counter()
-                    send(manager, memory, to, ours, theirs)
-                    middle = time.perf_counter()
-                    plain = [to.session, [memory.plain.data_ptr()], [to.plain], [size]]
-                    if memory.engine.batch_transfer_sync_write(*plain) != 0:
-                        raise RuntimeError("a plain copy failed")
-                    times["kv"].append(middle - begin)
-                    times["plain"].append(time.perf_counter() - middle)
-                kv, plain_s = (size / statistics.median(of[1:]) / 1e9 for of in times.values())
-                shares = sorted(b / a for a, b in zip(times["kv"][1:], times["plain"][1:], strict=True))
+                times = times_of(manager, memory, to, (ours, theirs), size)
+                gb_s, plain_gb_s = (size / statistics.median(seconds) / 1e9 for seconds in zip(*times, strict=True))
+                shares = sorted(plain / kv for kv, plain in times)
                 spread = (shares[len(shares) * tenth // 10] for tenth in (5, 1, 9))
-                rates.append(Rate(length, name, size, blocks, kv, plain_s, *spread))
+                rates.append(Rate(length, name, size, blocks, gb_s, plain_gb_s, *spread))
     return rates

@@ -26,6 +26,11 @@ CHOICE_INSTRUCTIONS = 570
 PASSES = 4
 
 
+def few_tokens(gpu: Gpu) -> int:
+    """Return the most tokens of a call that gets the kernels for few tokens."""
+    return FEW_TOKENS["sm90" if gpu.is_hopper else "sm100"]
+
+
 def scores(name: str, tokens: int, entries: int, room: int, gpu: Gpu, of_few: bool = True) -> Launch:
     """Return the counts of the scores in decode, by `mma.sync` (kernels/indexer/scores.py).
 
@@ -38,7 +43,7 @@ def scores(name: str, tokens: int, entries: int, room: int, gpu: Gpu, of_few: bo
         of_few: whether few tokens have a kernel of their own; they had none before 2026-11-27.
     """
     pages, most = -(-entries // PAGE_ROWS), -(-room // PAGE_ROWS)
-    if of_few and tokens <= FEW_TOKENS:
+    if of_few and tokens <= few_tokens(gpu):
         runs = min(most, max(RUNS_OF_FEW, CTAS_OF_FEW // tokens))
         of_cta, busy = -(-pages // runs), min(pages, runs)
     else:
@@ -95,7 +100,7 @@ def scores_of_chunk(name: str, pairs: float, gpu: Gpu) -> Launch:
 def choice(name: str, tokens: int, entries: float, gpu: Gpu) -> Launch:
     """Return the counts of the choice of a token's entries by one CTA (kernels/indexer/topk.py)."""
     rounds = -(-entries // ENTRIES_A_ROUND)
-    held = tokens <= FEW_TOKENS and entries <= HELD
+    held = tokens <= few_tokens(gpu) and entries <= HELD
     loads = rounds * (1 if held else PASSES)
     of_multiprocessor = -(-tokens // gpu.multiprocessors)
     return Launch(

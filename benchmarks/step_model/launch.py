@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from step_model.hardware import FLIGHT_US, L2_CLOCKS, Gpu
 
@@ -59,6 +60,46 @@ def parts_us(launch: Launch, gpu: Gpu, early: bool) -> dict[str, float]:
         "link": launch.link / (gpu.link_bytes_us * f.link_share),
     }
     return terms | {unit: clocks / clocks_us for unit, clocks in launch.clocks.items()}
+
+
+def together(launches: Sequence[Launch], gpu: Gpu) -> Launch:
+    """Return the counts of launches that run beside each other, as one launch or on two streams.
+
+    Bytes add up. So does the work of the busiest multiprocessor if all CTAs need more multiprocessors than there are.
+    """
+    ctas = sum(launch.ctas for launch in launches)
+    of_busiest = sum if ctas > gpu.multiprocessors else max
+    busiest = of_busiest(launch.busiest for launch in launches)
+    in_flight = of_busiest(launch.busiest / launch.in_flight for launch in launches)
+    units = dict.fromkeys(unit for launch in launches for unit in launch.clocks)
+    return Launch(
+        " + ".join(launch.name for launch in launches),
+        ctas=min(ctas, gpu.multiprocessors),
+        memory=sum(launch.memory for launch in launches),
+        waves=max(launches, key=lambda launch: launch.memory).waves,
+        l2=sum(launch.l2 for launch in launches),
+        busiest=busiest,
+        in_flight=busiest / in_flight if in_flight else float("inf"),
+        clocks={unit: of_busiest(launch.clocks.get(unit, 0.0) for launch in launches) for unit in units},
+        chain=max(launch.chain for launch in launches),
+        instructions=max(launch.instructions for launch in launches),
+        from_memory=max(launch.from_memory for launch in launches),
+        from_l2=max(launch.from_l2 for launch in launches),
+        ahead=min(launch.ahead for launch in launches),
+    )
+
+
+def one_after_the_other(*launches: Launch) -> Launch:
+    """Return the counts of kernels that one CTA runs one after the other."""
+    return replace(
+        launches[0],
+        name=", ".join(dict.fromkeys(launch.name for launch in reversed(launches))),
+        l2=sum(launch.l2 for launch in launches),
+        instructions=sum(launch.instructions for launch in launches),
+        from_l2=sum(launch.from_l2 for launch in launches),
+        from_memory=0,
+        ctas=1,
+    )
 
 
 ONE_AFTER_THE_OTHER = ("gap", "latency", "chain")

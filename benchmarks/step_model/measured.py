@@ -12,6 +12,7 @@ from lib.experts_inputs import MODELS, Model
 from lib.fp8_layers import LAYERS as FP8_LAYERS
 from lib.invariant_linear_layers import LAYERS as FP32_LAYERS
 
+from dsv4_kernels.linear.gpu import TILES
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
 from step_model import attention, experts, index, products, rows
@@ -23,6 +24,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 CONTEXTS = {"4k": 4 << 10, "32k": 32 << 10, "128k": 128 << 10, "1m": 1 << 20}
 WO_A_GROUPS = {"flash": 8, "flash-tp2": 4, "flash-tp4": 2, "pro": 16}
 LEAST_LOADED_CLOCK = 1200.0
+MOST_SWEPT = 256
 CHAIN_IDLE_US = 2.0
 """Time of the row kernel before a boundary in the chain, during which the boundary loads `fn`."""
 
@@ -71,6 +73,20 @@ def fp32_products() -> Iterator[Case]:
         groups, n = FP32_LAYERS[layer]
         launch = products.in_fp32(case["name"], int(tokens), n, gpu, groups)
         yield Case(case["name"], case["ours_us"], (launch,), gpu.clocks_us)
+
+
+def tiles_of_mma_sync() -> Iterator[Case]:
+    """Yield products by tiles of `mma.sync`, most of which an H200's calls do not choose, of up to 256 tokens; logits
+    left out, whose tiles read the weight again for every tile of tokens."""
+    document, gpu = _read("invariant_linear_h200")
+    for case in document["cases"]:
+        layer, tokens = case["name"].rsplit("-t", 1)
+        groups, n = FP32_LAYERS[layer]
+        for tile in TILES:
+            key = f"ours_by_{tile.rows}x{tile.tokens}x{tile.stages}_us"
+            if key in case and layer != "logits" and int(tokens) <= MOST_SWEPT:
+                launch = products.by_mma_sync(case["name"], tile, int(tokens), n, groups, gpu)
+                yield Case(f"{case['name']} by {tile.rows} x {tile.tokens}", case[key], (launch,), gpu.clocks_us)
 
 
 def chain() -> Iterator[Case]:
@@ -229,6 +245,8 @@ FITTED = {
     "row kernels and boundaries": chain,
     "sums over two ranks": sums(2),
 }
+ONE_RATE = {"products in fp32 by every tile of mma.sync": tiles_of_mma_sync}
+"""Cases from which one rate was found by hand, that of `cp.async` into shared memory (`products.by_mma_sync`)."""
 HELD_OUT = {
     "experts, decode": experts_of_decode,
     "experts, prefill": experts_of_prefill,

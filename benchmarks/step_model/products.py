@@ -9,7 +9,6 @@ from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Tile
 from step_model.hardware import Gpu
 from step_model.launch import Launch
 
-SHARED_BYTES = 227 * 1024
 HOPPER_BF16 = 4096
 """Dense flops in bf16 a clock and multiprocessor of Hopper. `mma.sync` is assumed to be as fast on Blackwell."""
 STAGE_CLOCKS = 200
@@ -165,17 +164,25 @@ def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channe
 
 
 def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu: Gpu, channels: int = 4096) -> Launch:
-    """Return the counts of a product by a tile of kernels/linear/kernel.py."""
-    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
-    shared = min(int(SHARED_BYTES // (tile.shared_bytes + 1024)), 2048 // tile.threads)
+    """Return the counts of a product by a tile of kernels/linear/kernel.py, or of cluster.py.
+
+    The port of shared memory is `linear.gpu.port_clocks`: a warp's reads at 128 bytes a clock, what `cp.async` writes
+    at 64, with zeros for tokens that do not exist. That rate was found from the times of the 64 x 64 and 128 x 128
+    tiles on an H200, whose times do not depend on the number of tokens.
+    """
+    ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens) * tile.ctas
+    shared = invariant.resident(tile)
     rounds = -(-ctas // (gpu.multiprocessors * shared))
     busiest_ctas = min(rounds * shared, -(-ctas // gpu.multiprocessors))
-    width = min(tokens, tile.tokens)
-    flops = 2 * tile.rows * tile.tokens * channels / (HOPPER_BF16 * MMA_SYNC_SHARE)
-    chunks = channels / CHUNK / tile.at_once
+    width, k = min(tokens, tile.tokens), channels / tile.ctas
+    flops = 2 * tile.rows * tile.tokens * k / (HOPPER_BF16 * MMA_SYNC_SHARE)
+    chunks = k / CHUNK / tile.at_once
     dependent = CHUNK // 16 * MMA_SYNC_CLOCKS + LDMATRIX_CLOCKS + BARRIER_CLOCKS
-    bytes_of_cta = (tile.rows + width) * channels * 2
+    bytes_of_cta = (tile.rows + width) * k * 2
     together = min(shared, busiest_ctas)
+    ahead = 0.0
+    if tile.ctas > 1 and groups == 1:  # weights of the first stages
+        ahead = min(1.0, (tile.stages - 1) / chunks) * tile.rows / (tile.rows + width) * together / busiest_ctas
     return Launch(
         name,
         ctas=min(ctas, gpu.multiprocessors),
@@ -184,9 +191,14 @@ def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu:
         l2=ctas * bytes_of_cta,
         busiest=busiest_ctas * bytes_of_cta,
         in_flight=together * (tile.stages - 1) * tile.at_once * (tile.rows + width) * 2 * CHUNK,
-        clocks={"tensor": busiest_ctas * flops, "chunks": rounds * chunks * dependent},
-        chain=(SEGMENTS - 1) * BARRIER_CLOCKS + STORE_CLOCKS,
+        clocks={
+            "tensor": busiest_ctas * flops,
+            "port": busiest_ctas * k / CHUNK * invariant.port_clocks(tile),
+            "chunks": rounds * chunks * dependent,
+        },
+        chain=(CLUSTER_CLOCKS if tile.ctas > 1 else (SEGMENTS - 1) * BARRIER_CLOCKS) + STORE_CLOCKS,
         from_l2=0,
+        ahead=ahead,
     )
 
 

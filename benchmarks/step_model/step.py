@@ -6,16 +6,20 @@ from dataclasses import dataclass
 
 from lib.experts_inputs import MODELS, Model
 
+from dsv4_kernels.host.joint_launch import CHAIN_THREADS, MOST_TOKENS
 from dsv4_kernels.moe.sm90.plan import NARROW
 from step_model import attention, blackwell, experts, index, products, rows
 from step_model.hardware import Gpu
-from step_model.launch import Launch, bound_by, time_us
+from step_model.launch import Launch, bound_by, one_after_the_other, parts_us, time_us, together
 
 SIDE_TOKENS = 32
-"""Most tokens of a forward with a second stream. Joint launches, of up to 16 tokens, are counted as two streams."""
+"""Most tokens of a forward with a second stream. Hopper's joint launches, of up to 16 tokens, are counted so too."""
+JOINT_TOKENS = MOST_TOKENS["sm100"]
+"""Most tokens of a forward on Blackwell with joint launches, which have no products."""
 FP8_WO_A_TOKENS = 16
 """Most tokens of a forward whose `wo_a` is multiplied from FP8."""
 FEW_HEADS = 16
+ROUTED_AT_ONCE = CHAIN_THREADS // 32
 OTHER_LAUNCHES, OTHER_US = 30, 2.5
 """Launches of a step besides its layers' and the logits: embedding, metadata, marks, sampling; mostly PyTorch's."""
 ROOM = 131_072
@@ -130,7 +134,26 @@ def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> Sublayer:
             rows.row_kernel("fp8_quantise", t, gpu, groups / 4),
         ]
     after += product("wo_b", t, m.dim, groups * 1024, gpu)
-    return Sublayer(main, side, after)
+    if gpu.is_hopper or f.prefill:
+        return Sublayer(main, side, after)
+    wqkv_a, rms_norm, wq_b, store = main
+    latents, queries, stored, chosen = (
+        [launch for launch in side if launch.name in names]
+        for names in (("projections",), ("index wq_b",), ("compress_store", "index_query"), ("scores", "choice"))
+    )
+    main = [
+        *beside(SIDE_TOKENS, t, gpu, wqkv_a, *latents),
+        rms_norm,
+        *beside(SIDE_TOKENS, t, gpu, wq_b, *queries),
+        *beside(JOINT_TOKENS, t, gpu, store, *stored),
+        *chosen,
+    ]
+    return Sublayer(main, [], after)
+
+
+def beside(most: int, tokens: int, gpu: Gpu, *launches: Launch) -> list[Launch]:
+    """Return launches that do not depend on each other, as one if a forward has at most so many tokens."""
+    return [together(launches, gpu)] if tokens <= most and len(launches) > 1 else list(launches)
 
 
 def index_launches(f: Forward, gpu: Gpu) -> list[Launch]:
@@ -165,7 +188,21 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
         rows.row_kernel("swiglu_fp8", t, gpu, model.channels / 2048),
         *product("shared down", t, m.dim, model.channels, gpu),
     ]
-    return Sublayer(main[:-1], side, main[-1:])
+    if gpu.is_hopper or f.prefill:
+        return Sublayer(main[:-1], side, main[-1:])
+    (gate, router, work_list, gate_and_up, down, summed), (shared, swiglu, shared_down) = main, side
+    if t <= JOINT_TOKENS:  # one CTA, whose 32 warps have a token each
+        listed = [one_after_the_other(work_list, *[router] * -(-t // ROUTED_AT_ONCE))]
+    else:
+        listed = [router, work_list]
+    main = [
+        *beside(SIDE_TOKENS, t, gpu, gate, shared),
+        *listed[:-1],
+        *beside(JOINT_TOKENS, t, gpu, listed[-1], swiglu),
+        *beside(SIDE_TOKENS, t, gpu, gate_and_up, shared_down),
+        down,
+    ]
+    return Sublayer(main, [], [summed])
 
 
 def boundaries(f: Forward, gpu: Gpu) -> list[Launch]:
@@ -189,6 +226,10 @@ class Prediction:
     floor_us: float
     """Bytes of memory over the published bandwidth, or products over the published rate, summed over launches."""
     by_floor: dict[str, float]
+    by_reach: dict[str, float]
+    """The floors, with the launches' gaps and the loads and crossings that they wait for one after the other."""
+    launches: int
+    """Number of launches of all layers and of the logits."""
     bounds: dict[str, str]
     """Name of a launch -> the largest term of its time."""
 
@@ -196,10 +237,12 @@ class Prediction:
 def predict(f: Forward, gpu: Gpu) -> Prediction:
     """Return the time of a forward."""
     early = f.tokens <= 512
-    total, by_launch, by_floor, bounds = 0.0, {}, {}, {}
+    total, launched, by_launch, by_floor, by_reach, bounds = 0.0, 0, {}, {}, {}, {}
 
     def add(launches: list[Launch], times: int) -> float:
+        nonlocal launched
         us, idle = 0.0, 0.0
+        launched += times * len(launches)
         for launch in launches:
             alone = time_us(launch, gpu, early, idle)
             us += alone
@@ -207,6 +250,9 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
             by_launch[launch.name] = by_launch.get(launch.name, 0.0) + times * alone
             bounds[launch.name] = bound_by(launch, gpu, early)
             by_floor[launch.name] = by_floor.get(launch.name, 0.0) + times * floor_us(launch, gpu)
+            parts = parts_us(launch, gpu, early)
+            reach = floor_us(launch, gpu) + parts["gap"] + parts["latency"]
+            by_reach[launch.name] = by_reach.get(launch.name, 0.0) + times * reach
         return us
 
     for ratio in sorted(set(f.kinds)):
@@ -221,7 +267,7 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
     logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)
     total += add([logits], 1) + OTHER_LAUNCHES * OTHER_US
     by_launch["others"] = OTHER_LAUNCHES * OTHER_US
-    return Prediction(total, by_launch, sum(by_floor.values()), by_floor, bounds)
+    return Prediction(total, by_launch, sum(by_floor.values()), by_floor, by_reach, launched, bounds)
 
 
 def floor_us(launch: Launch, gpu: Gpu) -> float:

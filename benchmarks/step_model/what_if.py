@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dsv4_kernels.host.arch import ARCHITECTURES
 from dsv4_kernels.hyper_connection import gpu as hyper_connection
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, Plan
 from dsv4_kernels.linear import fp8_tcgen05_plan
+from dsv4_kernels.linear import gpu as linear
 from step_model import blackwell, products
 from step_model.hardware import B200
 from step_model.launch import time_us
@@ -91,6 +93,38 @@ def tiles_of_products() -> list[dict[str, object]]:
                         "sharing_us": round(time_us(products.fp8_by_tcgen05(*case, sharing=2), B200), 2),
                     }
                 )
+    return found
+
+
+def clusters(model: Released = FLASH, ranks: int = 4) -> list[dict[str, object]]:
+    """Return times of the products of bf16 operands in the chosen tiles, and in the best tile of one CTA."""
+    groups = model.groups // ranks
+    shapes = {
+        "gate": (model.experts.experts, 1, model.dim),
+        "projections, HCA": (1024, 1, model.dim),
+        "projections, CSA": (2624, 1, model.dim),
+        "wo_a": (1024, groups, model.heads // model.groups * 512),
+    }
+    found = []
+    for name, (rows, of_groups, channels) in shapes.items():
+        for tokens in (1, 16, 64, 128, 256):
+            case = tokens, rows, of_groups, B200
+
+            def us(tile: linear.Tile, case: tuple = case, channels: int = channels) -> float:
+                return time_us(products.by_mma_sync("", tile, *case, channels), B200)
+
+            tile = linear.chosen(ARCHITECTURES["sm100"], *case[:3], B200.multiprocessors)
+            found.append(
+                {
+                    "product": name,
+                    "tokens": tokens,
+                    "tile": f"{tile.rows} x {tile.tokens}",
+                    "ctas": products.by_mma_sync("", tile, *case, channels).ctas,
+                    "cluster": tile.ctas > 1,
+                    "us": round(us(tile), 2),
+                    "one_cta_us": round(min(map(us, linear.TILES)), 2),
+                }
+            )
     return found
 
 

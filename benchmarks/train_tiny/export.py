@@ -90,7 +90,8 @@ def main() -> int:
         rows = ",\n  ".join(json.dumps(row) for row in state["log"])
         arguments.log.write_text(json.dumps(figures)[:-1] + f',\n "rows": [\n  {rows}\n]}}\n')
     torch.set_num_threads(1)
-    written = write_checkpoint(arguments.out, state["masters"], TinyShape(**state["shape"]), arguments.tokenizer)
+    shape = TinyShape.from_json(state["shape"])
+    written = write_checkpoint(arguments.out, state["masters"], shape, arguments.tokenizer)
     print(f"{arguments.out}: step {state['step']}, {written / 1e6:.1f} MB of weights")
     return 0
 

@@ -9,7 +9,6 @@ tokens go on where the log ends.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -68,11 +67,10 @@ def state_of(checkpoint: Path, log: dict[str, Any]) -> dict[str, Any]:
         checkpoint: folder of the checkpoint.
         log: of the training that made it, as `train_tiny.export` writes it.
     """
-    sizes = {name: tuple(value) if isinstance(value, list) else value for name, value in log["shape"].items()}
-    shape = TinyShape(**sizes)
-    as_logged = dataclasses.asdict(shape) | {"compress_ratios": list(shape.compress_ratios)}
+    shape = TinyShape.from_json(log["shape"])
     figures = {name: log[name] for name in ("step", "minutes", "tokens")}
-    return {"shape": as_logged, **figures, "log": log["rows"], "masters": masters_of(checkpoint, shape), "moments": {}}
+    masters = masters_of(checkpoint, shape)
+    return {"shape": shape.as_json(), **figures, "log": log["rows"], "masters": masters, "moments": {}}
 
 
 def main() -> int:

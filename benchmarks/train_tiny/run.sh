@@ -1,8 +1,8 @@
 #!/bin/bash
-# usage: run.sh DATA OUT MINUTES TOTAL_MINUTES [RESUME]    trains on all GPUs of this host; OUT gets the state, 8 files at most
-# Compiled attention first; if that fails, compiled elementwise functions; else plain PyTorch. What was reached is kept.
+# usage: run.sh DATA STATE MINUTES TOTAL_MINUTES [RESUME]    trains on all GPUs of this host; the folder STATE gets the state
+# Compiled attention first; if that fails, compiled elementwise functions; else plain PyTorch, from the last state saved.
 set -u
-data=$1 out=$2 minutes=$3 total=$4 resume=${5:-}
+data=$1 state=$2 minutes=$3 total=$4 resume=${5:-}
 here=$(cd "$(dirname "$0")/.." && pwd)
 gpus=$(nvidia-smi -L | wc -l)
 cores=$(nproc)
@@ -15,7 +15,7 @@ for mode in ${MODES:-all leaf off}; do
     echo "== $mode, $left minutes, $gpus GPUs, $workers workers each"
     PYTHONPATH=$here OMP_NUM_THREADS=1 python3 -m torch.distributed.run --nnodes 1 --master-addr 127.0.0.1 \
         --master-port 29511 --nproc-per-node "$gpus" -m "${PROGRAM:-train_tiny.train}" \
-        --data "$data" --state "$out" --minutes "$left" --total-minutes "$total" --workers "$workers" --compile "$mode" \
+        --data "$data" --state "$state" --minutes "$left" --total-minutes "$total" --workers "$workers" --compile "$mode" \
         ${resume:+--resume "$resume"} ${TRAIN_ARGS:-} 2>&1 && break
 done
-ls -la "$out"
+ls -la "$state"

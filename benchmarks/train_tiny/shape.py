@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,15 @@ class TinyShape:
     yarn_beta_slow: float = 1.0
     vocab_size: int = 3840
     max_position_embeddings: int = 40960
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> TinyShape:
+        """The shape of parsed JSON; a field that it lacks has its default."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON holds them, with lists in place of tuples."""
+        return dataclasses.asdict(self) | {"compress_ratios": list(self.compress_ratios)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,13 @@
     benchmarks/train_tiny/run.sh DATA STATE MINUTES TOTAL_MINUTES [RESUME]     # all GPUs of this host, by torchrun
 
 DATA is the folder that `corpus.py` writes. STATE gets the state in parts of at most 16 MB, with the log of the run in
-it; it is read at the begin if it holds one, else ``--resume`` is. The schedule counts minutes of training over all
+it. A state in it is read at the start, else the one of ``--resume``. The schedule counts minutes of training over all
 calls, so that it fits any machine. The training host needs PyTorch and numpy only.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -88,9 +87,7 @@ class Run:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         large = self.device.type == "cuda" and torch.cuda.get_device_properties(self.device).total_memory > 100e9
         self.piece = arguments.piece or (65536 if large else 32768)
-        self.shape = TinyShape(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(arguments.shape).items()}
-        )
+        self.shape = TinyShape.from_json(json.loads(arguments.shape))
         self.table, masters = self.begin()
         self.masters = {name: value.to(self.device) for name, value in masters.items()}
         self.optimiser = Optimiser(self.masters, self.table, self.shape.o_groups)
@@ -121,7 +118,7 @@ class Run:
         if not (folder / "state.json").is_file():
             return
         state = load_state(folder)
-        if state["shape"] != dataclasses.asdict(self.shape) | {"compress_ratios": list(self.shape.compress_ratios)}:
+        if state["shape"] != self.shape.as_json():
             raise ValueError(f"{folder} holds a model of other dimensions: {state['shape']}")
         for name, value in state["masters"].items():
             self.masters[name].copy_(value)
@@ -145,9 +142,8 @@ class Run:
             return
         self.log.append({"step": self.step, "minutes": round(self.minutes, 3), "valid": round(self.validate(), 4)})
         print(json.dumps(self.log[-1]), flush=True)
-        shape = dataclasses.asdict(self.shape) | {"compress_ratios": list(self.shape.compress_ratios)}
         state = {
-            "shape": shape,
+            "shape": self.shape.as_json(),
             "step": self.step,
             "minutes": self.minutes,
             "tokens": self.tokens,

@@ -22,8 +22,9 @@ from dsv4_kernels.host.launch import load_launcher
 
 MOST_PARTS = 3
 CHAIN_THREADS = 1024
-MOST_TOKENS = 16
-"""Tokens up to which forwards join launches. With more tokens the kernels fill the GPU one by one."""
+MOST_TOKENS = {"sm90": 16, "sm100": 64}
+"""Implementation -> tokens up to which forwards join launches. With more tokens Hopper's products fill the GPU one by
+one. On Blackwell parts are no products; by the model of time (docs/step_model.md) each takes as long as a launch."""
 
 
 def nothing_to_prepare(arguments: object, configuration: object) -> tuple:

@@ -27,12 +27,13 @@ from dsv4_kernels.model_shapes import ModelShapes
 RUNS = 64
 """The most CTAs of one token: each CTA gets as many pages as this limit requires, and at least PAGES_A_CTA."""
 PAGES_A_CTA = 4
-FEW_TOKENS = 16
-"""The most tokens of a call that gets the kernels for few tokens, whose time is one CTA's chain of loads."""
+FEW_TOKENS = {"sm90": 16, "sm100": 128}
+"""Implementation -> the most tokens of a call that gets the kernels for few tokens, whose time is one CTA's chain of
+loads. An H200 was measured up to 16 tokens; by the model of time (docs/step_model.md) both gain up to 128."""
 CTAS_OF_FEW = 264
-"""Score CTAs of a call of at most FEW_TOKENS: two for each multiprocessor of an H200."""
+"""Score CTAs of a call of few tokens: two for each multiprocessor of an H200."""
 RUNS_OF_FEW = 32
-"""The fewest score CTAs of a token in a call of at most FEW_TOKENS: a request much longer than the others is shared."""
+"""The fewest score CTAs of a token in a call of few tokens: a request much longer than the others is shared."""
 
 
 def tokens_at_a_time(tokens: int, max_entries: int) -> int:
@@ -72,7 +73,7 @@ def _run(
     arch, stream = architecture(name, device), current_stream(device)
     at_a_time = tokens_at_a_time(tokens, num_pages * PAGE_ROWS)
     score_kernel, of_prefill = score_kernels(arch)
-    few_tokens = tokens <= FEW_TOKENS and not prefill
+    few_tokens = tokens <= FEW_TOKENS[name] and not prefill
     pages_a_cta = max(PAGES_A_CTA, -(-num_pages // RUNS))
     runs = -(-num_pages // pages_a_cta)
     if few_tokens:

@@ -1,7 +1,7 @@
 """The batch-invariant products on Hopper and Blackwell: choice of kernel and tile, and the launch.
 
-`kernel` has the kernel for both generations, `wgmma` a kernel for Hopper with the same bits, faster from some 32 tokens
-on.
+`kernel` has the kernel for both generations, `cluster` the same for a tile that four CTAs share, `wgmma` a kernel for
+Hopper, faster from some 32 tokens on. All have the same bits.
 
 Operands are bf16; their products are exact in fp32. `linear_fp32` returns fp32 (gate, compressors, indexer, logits),
 `grouped_linear` bf16 (the first half of the output projection). On Hopper they are the default; on Blackwell they run
@@ -10,6 +10,7 @@ rows.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,8 +22,8 @@ from dsv4_kernels.host.arch import ARCHITECTURES, architecture, multiprocessors
 from dsv4_kernels.host.joint_launch import Part
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_rows, stride_bytes
-from dsv4_kernels.linear import wgmma
-from dsv4_kernels.linear.kernel import CHUNK, SEGMENTS, Arguments, Configuration, Tile, body, launch
+from dsv4_kernels.linear import cluster, wgmma
+from dsv4_kernels.linear.kernel import CHUNK, ROW_BYTES, SEGMENTS, Arguments, Configuration, Tile, body, launch
 from dsv4_kernels.model_shapes import ModelShapes
 
 TILES = (
@@ -32,6 +33,18 @@ TILES = (
     Tile(rows=128, tokens=128, at_once=1, row_warps=2, token_warps=4, stages=4),
 )
 """Tiles of `kernel`, for any architecture."""
+CLUSTER_TILES = (
+    Tile(rows=32, tokens=16, at_once=1, row_warps=2, token_warps=2, stages=16, ctas=SEGMENTS),
+    Tile(rows=32, tokens=32, at_once=1, row_warps=2, token_warps=2, stages=12, ctas=SEGMENTS),
+    Tile(rows=64, tokens=32, at_once=1, row_warps=2, token_warps=2, stages=8, ctas=SEGMENTS),
+    Tile(rows=64, tokens=64, at_once=1, row_warps=2, token_warps=2, stages=5, ctas=SEGMENTS),
+    Tile(rows=96, tokens=16, at_once=1, row_warps=2, token_warps=2, stages=7, ctas=SEGMENTS),
+    Tile(rows=96, tokens=32, at_once=1, row_warps=2, token_warps=2, stages=6, ctas=SEGMENTS),
+    Tile(rows=96, tokens=64, at_once=1, row_warps=2, token_warps=2, stages=4, ctas=SEGMENTS),
+)
+"""Tiles of `cluster`, for any architecture; two CTAs fit a multiprocessor. A call gets one on Blackwell only: Hopper's
+tiles were measured, and these have never run."""
+BLACKWELL_TILES = (*CLUSTER_TILES, *TILES[1:])
 PART_TILE = TILES[0]
 """The tile of a product in a joint launch, of few tokens."""
 HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
@@ -48,11 +61,36 @@ HOPPER_TILES: dict[Tile | wgmma.Tile, tuple[int, int]] = {
 costing 2 %.
 """
 HOPPER_BYTES_A_NANOSECOND = 4200
+COPY_CLOCK_BYTES, READ_CLOCK_BYTES = 64, 128
+"""Bytes a clock through a multiprocessor's port of shared memory: those that `cp.async` writes, zeros included, and
+those that warps read. Found from the times of TILES on an H200, which they explain to 10 %
+(`benchmarks/step_model/products.py`)."""
+L2_CLOCK_BYTES = 40
+"""Bytes a clock from L2 into a multiprocessor."""
+CLUSTER_CLOCKS = 600
+"""The exchange of a cluster's sums."""
+TYPICAL_CHUNKS = 64
+"""Chunks of 4,096 channels, for which tiles are compared."""
+MEMORY_CLOCK_BYTES = 3800
+"""Bytes a clock of a B200's memory: 88 % of 8 TB/s, the share that a copy reaches on an H200, at 1.85 GHz."""
+SHARED_BYTES, SYSTEM_BYTES, MOST_THREADS = 227 << 10, 1 << 10, 2048
+"""Shared memory of a multiprocessor, what the system takes of it for each CTA, and the threads that fit."""
 
 
 def tiles(arch: str) -> tuple[Tile | wgmma.Tile, ...]:
     """All tiles that a call may get; the bits are the same."""
-    return tuple(HOPPER_TILES) if arch == ARCHITECTURES["sm90"] else TILES
+    return tuple(HOPPER_TILES) if arch == ARCHITECTURES["sm90"] else BLACKWELL_TILES
+
+
+def port_clocks(tile: Tile) -> float:
+    """Clocks of the port of shared memory for 64 channels of a tile: its copies, and what its warps read."""
+    read = tile.row_warps * tile.token_warps * (tile.warp_rows + tile.warp_tokens)
+    return ROW_BYTES * ((tile.rows + tile.tokens) / COPY_CLOCK_BYTES + read / READ_CLOCK_BYTES)
+
+
+def resident(tile: Tile) -> int:
+    """CTAs that share a multiprocessor."""
+    return min(SHARED_BYTES // (tile.shared_bytes + SYSTEM_BYTES), MOST_THREADS // tile.threads)
 
 
 @functools.lru_cache(1024)
@@ -61,9 +99,10 @@ def chosen(
 ) -> Tile | wgmma.Tile:
     """The tile for a product; a token's bits do not depend on the choice.
 
-    On Hopper it is the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere it is the tile whose CTAs
-    move the fewest bytes one after the other: waves of CTAs times the bytes of a CTA, its rows and its tokens, which
-    are equally long. By the model of time (docs/step_model.md) this is near the fastest tile on a B200.
+    On Hopper it is the fastest tile by the times of `HOPPER_TILES` and of memory. Elsewhere it is the tile with the
+    fewest clocks: of the busiest multiprocessor, by its port of shared memory or its bytes from L2, or of memory, which
+    the last round of CTAs leaves idle in part. By the model of time (docs/step_model.md) this is near the fastest tile
+    on a B200.
 
     Args:
         arch: compiled for.
@@ -72,9 +111,12 @@ def chosen(
         pairs: whether the result can be written two rows at a time (`stores_pairs`).
     """
 
+    def ctas(tile: Tile | wgmma.Tile) -> int:
+        of_tile = tile.ctas if isinstance(tile, Tile) else 1
+        return -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups * of_tile
+
     def waves(tile: Tile | wgmma.Tile) -> int:
-        ctas = -(-num_rows // tile.rows) * -(-num_tokens // tile.tokens) * groups
-        return -(-ctas // multiprocessors)
+        return -(-ctas(tile) // multiprocessors)
 
     if arch == ARCHITECTURES["sm90"]:
         # Bytes for 64 channels: operands in bf16, and a share of the result.
@@ -92,9 +134,17 @@ def chosen(
             return isinstance(tile, Tile) or (pairs and tile.tokens <= max(32, 2 * num_tokens))
 
         return min(filter(fits, HOPPER_TILES), key=nanoseconds)
-    # The largest tile multiplies as many missing tokens as there are, unless there are more than half of its tokens.
-    candidates = TILES if num_tokens > TILES[-1].tokens // 2 else TILES[:-1]
-    return min(candidates, key=lambda tile: waves(tile) * (tile.rows + min(tile.tokens, num_tokens)))
+
+    def clocks(tile: Tile) -> float:
+        from_l2 = (tile.rows + min(tile.tokens, num_tokens)) * ROW_BYTES / L2_CLOCK_BYTES
+        busiest = waves(tile) * TYPICAL_CHUNKS / tile.ctas * max(port_clocks(tile), from_l2)
+        rounds = ctas(tile) / (multiprocessors * resident(tile))
+        idle = math.ceil(rounds) / rounds if rounds > 1 else 1.0
+        memory = groups * num_rows * TYPICAL_CHUNKS * ROW_BYTES / MEMORY_CLOCK_BYTES * idle
+        exchange = CLUSTER_CLOCKS if tile.ctas > 1 else 0
+        return max(busiest, memory) + busiest / 10 + exchange  # if memory bounds all tiles, less work is still better
+
+    return min(BLACKWELL_TILES, key=clocks)
 
 
 def stores_pairs(out: Tensor) -> bool:
@@ -111,10 +161,12 @@ def configuration(tile: Tile | wgmma.Tile, fp32: bool) -> Configuration | wgmma.
 
 def compile(configuration: Configuration | wgmma.Configuration, arch: str) -> Callable[..., None]:
     """The compiled launch function, from memory, from disk or from the compiler: (arguments, tiles, groups, stream) for
-    `kernel`, (arguments, tiles of all groups, groups, CTAs, stream) for `wgmma`."""
+    `kernel` and `cluster`, (arguments, tiles of all groups, groups, CTAs, stream) for `wgmma`."""
     name, of_kernel, counts = "linear", launch, 2
     if isinstance(configuration, wgmma.Configuration):
         name, of_kernel, counts = "linear_wgmma", wgmma.launch, 3
+    elif configuration.tile.ctas > 1:
+        name, of_kernel = "linear_cluster", cluster.launch
 
     return load_launcher(name, configuration, arch, of_kernel, Arguments, configuration, *[Int32] * counts)
 

@@ -9,8 +9,9 @@ In every tile the order of summation is the same and depends on K alone, which f
 * the four segments' sums are added in fp32, in order.
 
 A tile of few tokens has four warp groups, one for each segment, so that a short product keeps many warps busy; a tile
-of many tokens processes the segments one after the other. Both add the same numbers in the same order. `gpu.chosen`
-chooses the tile of a call.
+of many tokens processes the segments one after the other; and a tile of a cluster has a CTA for each segment, so that a
+CTA loads a quarter of the channels (`cluster`). All add the same numbers in the same order. `gpu.chosen` chooses
+the tile of a call.
 
 Tiles of weights and tokens are copied by cp.async into a ring of stages, with zeros for rows, tokens and channels that
 do not exist. A row of a stage is 128 bytes, with units of 16 bytes in the order of the 128-byte swizzle: unit u of row
@@ -54,6 +55,8 @@ class Tile:
     """Warps of a warp group along the rows."""
     token_warps: int
     stages: int
+    ctas: int = 1
+    """CTAs that share a tile: one, or a cluster of SEGMENTS with a segment each (`cluster`), whose `at_once` is 1."""
 
     @property
     def threads(self) -> int:
@@ -76,6 +79,11 @@ class Tile:
         return self.warp_rows * self.warp_tokens // WARP
 
     @property
+    def fragments(self) -> int:
+        """Tiles of 16 rows and 8 tokens of a warp, the result of an instruction."""
+        return self.accumulators // 4
+
+    @property
     def segment_bytes(self) -> int:
         """Bytes of one segment in a stage."""
         return (self.rows + self.tokens) * ROW_BYTES
@@ -86,10 +94,17 @@ class Tile:
         return self.at_once * self.segment_bytes
 
     @property
+    def sums_bytes(self) -> int:
+        """Bytes of one segment's sums, and of those of all segments that a CTA of a cluster finishes."""
+        return self.rows * self.tokens * 4
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: its stages, whose memory later holds the segments' sums."""
-        sums = (self.at_once - 1) * self.rows * self.tokens * 4
-        return max(self.stages * self.stage_bytes, sums)
+        """Shared memory of a CTA: its stages, whose memory later holds the segments' sums; sums of a cluster, which
+        arrive while a CTA still reads its stages, come after these."""
+        if self.ctas > 1:
+            return self.stages * self.stage_bytes + self.sums_bytes
+        return max(self.stages * self.stage_bytes, (self.at_once - 1) * self.sums_bytes)
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,12 @@ class Configuration:
     tile: Tile
     fp32: bool
     """Whether the result is fp32; otherwise bf16."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the weight is read before the kernel before has ended. No kernel writes the weights of `linear_fp32`;
+        that of `grouped_linear` may have been expanded by the kernel before."""
+        return self.fp32 and self.tile.ctas > 1 and dependent_launch.is_on()
 
 
 class Arguments(NamedTuple):
@@ -400,16 +421,28 @@ def store(
     """Writes a warp's part of the result: two of a lane's four numbers belong to a row, two to the row 8 after it."""
     tile = configuration.tile
     token_tiles = tile.warp_tokens // MMA_TOKENS
-    element = 4 if configuration.fp32 else 2
     for i in cutlass.range_constexpr(tile.warp_rows // MMA_ROWS):
         for j in cutlass.range_constexpr(token_tiles):
             for n in cutlass.range_constexpr(4):
                 row = place.first_row + first[0] + i * MMA_ROWS + lane // 4 + (n // 2) * 8
                 token = place.first_token + first[1] + j * MMA_TOKENS + (lane % 4) * 2 + n % 2
-                if (row < args.num_rows) & (token < args.num_tokens):
-                    address = place.out + Int64(token) * args.out_token_bytes + Int64(row) * element
-                    value = total[(i * token_tiles + j) * 4 + n]
-                    if cutlass.const_expr(configuration.fp32):
-                        ptx.store_f32(address, value)
-                    else:
-                        ptx.store_bf16(address, value)
+                store_element(args, configuration, place, row, token, total[(i * token_tiles + j) * 4 + n])
+
+
+@cute.jit
+def store_element(
+    args: Arguments,
+    configuration: cutlass.Constexpr[Configuration],
+    place: Place,
+    row: Int32,
+    token: Int32,
+    value: Float32,
+) -> None:
+    """Writes one number of the result, if its row and token exist."""
+    if (row < args.num_rows) & (token < args.num_tokens):
+        element = 4 if configuration.fp32 else 2
+        address = place.out + Int64(token) * args.out_token_bytes + Int64(row) * element
+        if cutlass.const_expr(configuration.fp32):
+            ptx.store_f32(address, value)
+        else:
+            ptx.store_bf16(address, value)

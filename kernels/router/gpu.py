@@ -1,4 +1,5 @@
-"""Choice and weights of experts on Hopper and Blackwell (sm_90a, sm_100a): one warp a token.
+"""Choice and weights of experts on Hopper and Blackwell (sm_90a, sm_100a): one warp a token, or several tokens if the
+kernel is one of a chain.
 
 Lane l has the scores of experts l, 32 + l, 64 + l, ... in registers. The learned router picks the best expert `top_k`
 times: the best of a lane, the best of the warp, the lowest id among the experts with that score. In routing by token
@@ -94,12 +95,21 @@ def body(
     """Routes the tokens of a CTA."""
     dependent_launch.begin()
     thread, _, _ = cute.arch.thread_idx()
-    token, lane = cta.number * warps_of(cta) + thread // WARP, thread % WARP
-    if token < args.num_tokens:
-        if cutlass.const_expr(configuration.experts > 0):
-            by_score(args, configuration, token, lane)
-        else:
-            by_token_id(args, configuration, token, lane)
+    first, lane = cta.number * warps_of(cta) + thread // WARP, thread % WARP
+    if cutlass.const_expr(warps_of(cta) > WARPS):  # the CTA of a chain has all tokens
+        for token in cutlass.range(first, args.num_tokens, warps_of(cta), unroll=1):
+            route(args, configuration, token, lane)
+    elif first < args.num_tokens:
+        route(args, configuration, first, lane)
+
+
+@cute.jit
+def route(args: Arguments, configuration: cutlass.Constexpr[Configuration], token: Int32, lane: Int32) -> None:
+    """Routes one token, in a warp."""
+    if cutlass.const_expr(configuration.experts > 0):
+        by_score(args, configuration, token, lane)
+    else:
+        by_token_id(args, configuration, token, lane)
 
 
 def warps_of(cta: Cta) -> int:
@@ -286,12 +296,13 @@ def _run(
         )
         arch, ctas, stream = architecture(name, logits.device), -(-tokens // WARPS), current_stream(logits.device)
         inputs = logits, *(tensor for tensor in given.values() if tensor is not None)
-        as_part = part(configuration, joint_launch.in_chain())
+        chained = joint_launch.in_chain()
+        as_part = part(configuration, chained)
         joint_launch.run(
             as_part,
             arch,
             arguments,
-            -(-tokens * WARP // as_part.threads),
+            1 if chained else -(-tokens * WARP // as_part.threads),
             stream,
             inputs,
             alone=lambda: compile(configuration, arch)(arguments, Int32(ctas), stream),

@@ -124,6 +124,7 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         self._max_pages = pages_for(self.req_to_token.shape[1])
         self._workspace: KVRows | None = None
         self._workspace_rows: Tensor | None = None  # [rows] int64: 0, 1, 2, ...
+        self._gathered: tuple[RowPlaces, RowPlaces] | None = None  # prefixes' rows: in the workspace, and in a ring
         self._unpacked_rows: Tensor | None = None  # [rows, row_dim] bf16
         self._tail_rows: TailRows | None = None
 

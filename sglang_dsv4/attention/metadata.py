@@ -65,11 +65,10 @@ class UnpackPlan:
     """Positions [begin, end) of each request's tokens in this forward."""
 
     def keys(self, ratio: int, limit: int) -> int:
-        """Number of entries that all tokens read in a layer of this ratio, at most `limit` each; with ratio 1, of
-        window rows.
+        """Number of entries that all tokens together read in a layer of this ratio, at most `limit` a token.
 
-        The token at position t may read (t + 1) // ratio entries. Summed over the first n tokens of a sequence, the
-        k-th entry is read n - k * ratio + 1 times.
+        With ratio 1 it is the number of window rows. The token at position t may read (t + 1) // ratio entries. Summed
+        over the first n tokens of a sequence, the k-th entry is read n - k * ratio + 1 times.
         """
 
         def up_to(n: int) -> int:

@@ -68,7 +68,7 @@ class Dsv4KVPool(RingWindowKVPool):
         model: a draft's model, which computes its rows.
         tail_rows: in a draft's pool, the rows of the target's tails that the tokens of the prefill in progress write.
         packed_pages: HCA pages in the form in which they travel to another server; None where they need no packing.
-        layout: what a pool on another server must agree in, to exchange pages and rings.
+        layout: description of the rows and pages; two servers exchange pages and rings only if theirs are equal.
     """
 
     def __init__(

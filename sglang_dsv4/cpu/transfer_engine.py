@@ -219,8 +219,12 @@ def _blocks(addresses: Sequence[int], lengths: Sequence[int]) -> Blocks:
 
 def _read(connection: socket.socket, length: int) -> bytes:
     buffer = bytearray(length)
-    if length and connection.recv_into(buffer, length, socket.MSG_WAITALL) < length:
-        raise EOFError("the other end has closed the connection")
+    rest = memoryview(buffer)
+    while rest:  # a signal ends a call early, `MSG_WAITALL` or not
+        count = connection.recv_into(rest, len(rest), socket.MSG_WAITALL)
+        if count == 0:
+            raise EOFError("the other end has closed the connection")
+        rest = rest[count:]
     return bytes(buffer)
 
 

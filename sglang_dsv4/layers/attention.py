@@ -119,7 +119,10 @@ class Attention(nn.Module):
         tokens, indexer, all_heads = len(positions), self.indexer, self._all_heads(rows)
         attends = rows.own if all_heads else ALL_TOKENS
         latents, projected = together(
-            tokens, lambda: self.wqkv_a(x.of_linear)[0], self.projection and (lambda: self.projection(x.rows))
+            tokens,
+            lambda: self.wqkv_a(x.of_linear)[0],
+            self.projection and (lambda: self.projection(x.rows)),
+            products=True,
         )
         q_latent, kv = latents.split((self.config.q_lora_rank, self.config.head_dim), -1)
         q_latent = self.q_norm.of_linear(q_latent[attends], self.quantises)
@@ -128,6 +131,7 @@ class Attention(nn.Module):
             tokens,
             lambda: all_heads.queries(q_latent) if all_heads else self.wq_b(q_latent)[0],
             indexer and (lambda: indexer.query(index_latent)),
+            products=True,
         )
         q = q.unflatten(-1, (-1, self.config.head_dim))
         if not graph_breaks.has_breaks():
@@ -195,21 +199,21 @@ class Attention(nn.Module):
         index_q: Tensor | None,
         rows: RowShards,
     ) -> None:
-        """Write the result of `attend` for the batch's tokens, then zeros, whose rows no token reads."""
+        """Write the result of `attend` for the batch's tokens, and zeros into the rows of padding tokens."""
         tokens = get_attn_backend().num_tokens
-        own = rows.of_first(tokens)
-        mine = tokens if own.is_whole else own.own.stop - own.own.start
-        of_queries = mine if self._all_heads(rows) else tokens
+        shards = rows.of_first(tokens)
+        own_tokens = tokens if shards.is_whole else shards.own.stop - shards.own.start
+        queries = own_tokens if self._all_heads(rows) else tokens
         self.attend(
-            q[:of_queries],
+            q[:queries],
             kv[:tokens],
             positions[:tokens],
             projected and tuple(product[:tokens] for product in projected),
-            None if index_q is None else index_q[:mine],
-            own,
-            o[:of_queries],
+            None if index_q is None else index_q[:own_tokens],
+            shards,
+            o[:queries],
         )
-        o[of_queries:].zero_()
+        o[queries:].zero_()
 
     def _all_heads(self, rows: RowShards) -> AllHeads | None:
         """The weights with which a rank attends for its own rows; None where it attends for all with its own heads."""

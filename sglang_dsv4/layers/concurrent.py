@@ -3,8 +3,9 @@
 With few tokens most kernels leave most of a GPU idle, and their time is mostly start-up and drain. With many tokens
 each kernel fills the GPU, and the parts run one after the other. Bits do not change.
 
-    SGLANG_DSV4_JOINT_LAUNCH    on (default): parts of up to JOINT_TOKENS tokens are one launch
-                                (`dsv4_kernels.host.joint_launch`) where `together` runs them.
+    SGLANG_DSV4_JOINT_LAUNCH    on (default): parts of up to `joint_tokens()` tokens are one launch
+                                (`dsv4_kernels.host.joint_launch`) where `together` runs them. Not products on
+                                Blackwell, whose FP8 products are launches of their own.
                                 off: they run on two streams, as parts of up to MOST_TOKENS tokens in graphs do.
 """
 
@@ -20,8 +21,6 @@ from dsv4_kernels.host import joint_launch
 from sglang_dsv4 import env
 
 VARIABLE = "SGLANG_DSV4_JOINT_LAUNCH"
-JOINT_TOKENS = joint_launch.MOST_TOKENS
-"""Most tokens of a forward with joint launches."""
 MOST_TOKENS = 32
 """Most tokens of a graph with a side stream. With it a decode step of six layers keeps the GPU busy for 0.97, 0.97 and
 0.98 of the time without it, at 1, 4 and 16 tokens, and a server makes 1.02 times the tok/s at 16 and 32 requests
@@ -41,9 +40,19 @@ def is_on() -> bool:
     return env.choice(VARIABLE) != "off"
 
 
+def _is_blackwell() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+
+
+def joint_tokens() -> int:
+    """Most tokens of a forward with joint launches."""
+    return joint_launch.MOST_TOKENS["sm100" if _is_blackwell() else "sm90"]
+
+
 def joins(tokens: int) -> bool:
     """Whether a forward of so many tokens joins launches."""
-    return tokens <= JOINT_TOKENS and is_on()
+    most = max(joint_launch.MOST_TOKENS.values())  # no question to the driver in larger forwards
+    return tokens <= most and is_on() and tokens <= joint_tokens()
 
 
 @functools.cache
@@ -85,7 +94,7 @@ in_order = joint_launch.chained
 them."""
 
 
-def together(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
+def together(tokens: int, *calls: Callable[[], Any] | None, products: bool = False) -> tuple:
     """The results of the calls, None for a call that is None; later work on the current stream runs after all.
 
     Args:
@@ -93,8 +102,9 @@ def together(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
         calls: each launches kernels that depend on no other kernel that is launched here, of this call or another,
             unless `in_order` is around them.
             Inputs of all calls but the first must outlive this call, as for `side_by_side`.
+        products: whether the calls are products, of which Blackwell makes no joint launch.
     """
-    if joins(tokens):
+    if joins(tokens) and not (products and _is_blackwell()):
         with joint_launch.joined():
             return tuple(call and call() for call in calls)
     return _on_two_streams(tokens, *calls)

@@ -292,7 +292,9 @@ class MoE(nn.Module):
         if not len(x):
             return x
         tokens, shared_expert = len(x), self.shared_experts
-        logits, gate_up = together(tokens, lambda: self.gate.logits(x), lambda: shared_expert.gate_up(given))
+        logits, gate_up = together(
+            tokens, lambda: self.gate.logits(x), lambda: shared_expert.gate_up(given), products=True
+        )
         (weights, experts, work), hidden = together(
             tokens, lambda: self.choose(logits, input_ids), lambda: shared_expert.hidden(gate_up)
         )
@@ -318,7 +320,9 @@ class MoE(nn.Module):
             nothing = x.new_empty(0, self.gate.top_k, dtype=torch.float32)
             self.rows_of_pairs(x, nothing, nothing.int(), rows)
             return x
-        logits, gate_up = together(tokens, lambda: self.gate.logits(x), lambda: shared_expert.gate_up(given))
+        logits, gate_up = together(
+            tokens, lambda: self.gate.logits(x), lambda: shared_expert.gate_up(given), products=True
+        )
         (weights, experts), hidden = together(
             tokens, lambda: self.gate(logits, input_ids), lambda: shared_expert.hidden(gate_up)
         )

@@ -129,7 +129,7 @@ class PackedExperts(LocalExperts):
         return launch_module(self.kernels).plan_work(weights, experts, self.arranged, self.first_local_expert)
 
     def takes_codes(self, joins: bool) -> bool:
-        """Whether `multiply` is given quantised tokens that the layer has; on Hopper where launches are joined."""
+        """Whether `multiply` takes the quantised tokens that the layer has: on Blackwell, and where launches join."""
         return joins or self.kernels != "sm90"
 
     def multiply(self, x: Tensor, work: Work, quantised: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
 BREAKABLE, DISABLED = "breakable", "disabled"
-"""Backends of SGLang's CUDA graphs; the first one is that of the graphs of prefills."""
+"""Backends of SGLang's CUDA graphs; graphs of prefills are `breakable`."""
 _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
 """Options that are decided when the model is built, after graphs are decided: their ops must always be capturable."""
 
@@ -49,8 +49,8 @@ _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
 def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     """Switch CUDA graphs off if an op of the forward can't be captured; SGLang's resolution step runs in between.
 
-    SGLang's own runner of prefills is always off. Where the user asks for `breakable` graphs of prefills,
-    `cuda_graph_backend_prefill` says so to `prefill_graphs`, also if the user said it by JSON.
+    SGLang's own runner of prefill graphs is always off. Where the user asks for `breakable` graphs of prefills, by the
+    flag or by --cuda-graph-config, `cuda_graph_backend_prefill` tells `prefill_graphs`.
 
     Raises:
         ValueError: the user asks for graphs, which can't be captured; names the ops.
@@ -130,9 +130,9 @@ def model_type_for_epilogue(model_type: str | None, target_worker: TpModelWorker
 
     For "deepseek_v41" SGLang ends a verify step's graph with `DsparkVerifyEpilogue`. The type has two more effects. The
     argmax of verify logits is `row_argmax` of `sglang.kernels.ops.speculative`, which breaks ties as torch does and
-    takes less time; and requests' lengths are bounded for backends that ask for it; ours does not. The epilogue stores
-    context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row is -1 for tokens
-    that are not accepted, and for all tokens where the epilogue does not serve the batch.
+    takes less time; and requests' lengths are bounded for backends that ask for a bound, which ours does not. The
+    epilogue stores context rows by the draft's `write_target_hidden_kv`, as SGLang does without a graph; the ring row
+    is -1 for tokens that are not accepted, and for all tokens where the epilogue does not serve the batch.
 
     Raises:
         ValueError: the switch is neither on nor off, or on with attention data parallelism.

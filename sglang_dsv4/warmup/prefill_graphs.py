@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--cuda-graph-backend-prefill"
 FEWEST_TOKENS = 256
+"""Fewest tokens of a graph by default, if chunks are not shorter."""
 MOST_TOKENS = 8192
 """Most tokens of a graph where prompts are not divided into chunks."""
 MOST_PADDING = 1 / 3
@@ -56,7 +57,7 @@ class Outputs(NamedTuple):
     taps: list[Tensor]
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """The results in a fixed order."""
         return [self.hidden_states, *([] if self.streams is None else [self.streams]), *self.taps]
 
     def first(self, tokens: int) -> Outputs:
@@ -189,18 +190,23 @@ def record_prefills(runner: ModelRunner) -> None:
     """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps.
 
     Raises:
-        ValueError: the user asks for it in a server with stages, or with attention data parallelism.
+        ValueError: the user asks for these graphs in a server with stages, with attention data parallelism, or with
+            graphs that give back their memory.
     """
+    from sglang.srt.environ import envs
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_exec
 
     model, graph = runner.model, get_exec().graph
     if graph.cuda_graph_backend_prefill != BREAKABLE or not current_platform.capabilities.graph_capture:
         return
-    is_staged = not (model.stage.is_first and model.stage.is_last)
-    if is_staged or data_parallel.is_on():
-        flag = "--pp-size" if is_staged else "--attn-dp-size"
-        raise ValueError(f"sglang-dsv4 does not support {FLAG} {BREAKABLE} with {flag} above 1: leave one of them out")
+    for refused, other in (
+        (not (model.stage.is_first and model.stage.is_last), "--pp-size above 1"),
+        (data_parallel.is_on(), "--attn-dp-size above 1"),
+        (envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(), "SGLANG_MEMORY_SAVER_CUDA_GRAPH"),
+    ):
+        if refused:
+            raise ValueError(f"sglang-dsv4 does not support {FLAG} {BREAKABLE} with {other}: leave one of them out")
     begin, free = time.perf_counter(), _free_bytes(runner)
     numbers = chosen_sizes(graph.cuda_graph_config.prefill)
     graphs = PrefillGraphs(model.model, numbers, runner.spec_algorithm.is_eagle())

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="CuTe DSL is not installed: the model read
 
 import model_step
 from lib.experts_inputs import Model
-from step_model import attention, blackwell, experts, index, measured, products, rows, step, what_if
+from step_model import attention, blackwell, experts, index, launch, measured, products, rows, step, what_if
 from step_model.hardware import B200, H200, Fitted, Gpu
 from step_model.launch import Launch, bound_by, parts_us, time_us
 
@@ -205,14 +205,52 @@ def test_attention_on_blackwell_is_linear_in_key_tiles() -> None:
 def test_a_forward_has_the_launches_of_its_layers() -> None:
     """Layers without entries have no compressor and no indexer; short contexts have no scores."""
     f = step.Forward(step.FLASH, 64, 4608, 4)
-    of = {ratio: {x.name for x in step.attention_sublayer(f, ratio, B200).all} for ratio in (0, 4, 128)}
+    of = {ratio: {x.name for x in step.attention_sublayer(f, ratio, H200).all} for ratio in (0, 4, 128)}
     assert of[128] - of[0] == {"projections", "compress_store"}
     assert of[4] - of[128] == {"index wq_b", "index_query", "scores", "choice"}
     assert not step.index_launches(replace(f, context=2048), B200)
-    csa = step.attention_sublayer(f, 4, B200)
+    csa = step.attention_sublayer(f, 4, H200)
     assert [x.name for x in csa.side[-2:]] == ["scores", "choice"] and csa.after[0].name == "attention"
     assert [x.name for x in step.boundaries(f, B200)] == ["boundary"]
     assert [x.name for x in step.boundaries(replace(f, tokens=128), B200)] == ["sum over ranks", "boundary"]
+
+
+@pytest.mark.parametrize(("tokens", "products_beside", "joint"), [(16, 1, 1), (32, 1, 1), (64, 0, 1), (128, 0, 0)])
+def test_launches_beside_each_other_on_blackwell(tokens: int, products_beside: int, joint: int) -> None:
+    """Products on two streams up to 32 tokens, other kernels in joint launches up to 64."""
+    f = step.Forward(step.FLASH, tokens, 4608, 4)
+    csa, of_experts = step.attention_sublayer(f, 4, B200), step.experts_sublayer(f, B200)
+    assert not csa.side and not of_experts.side
+    names = {launch.name for launch in (*csa.all, *of_experts.all)}
+    for joined, beside in (
+        ("wqkv_a + projections", products_beside),
+        ("wq_b + index wq_b", products_beside),
+        ("gate + shared gate and up", products_beside),
+        ("gate and up + shared down", products_beside),
+        ("norm_rope_store + compress_store + index_query", joint),
+        ("route_topk_logits, work list + swiglu_fp8", joint),
+    ):
+        assert (joined in names) == bool(beside), joined
+        assert (joined.split(" + ")[0] in names) == (not beside and "," not in joined), joined
+
+
+def test_launches_beside_each_other_add_their_bytes() -> None:
+    """With more CTAs than multiprocessors also the work of the busiest one."""
+    a = Launch("a", ctas=60, memory=8.0, l2=30.0, busiest=10.0, in_flight=5.0, clocks={"port": 7.0}, chain=3, waves=2)
+    b = Launch("b", ctas=40, memory=9.0, l2=20.0, busiest=6.0, in_flight=1.0, clocks={"issue": 9.0}, ahead=1, waves=1)
+    found = launch.together([a, b], GPU)
+    assert (found.name, found.ctas, found.memory, found.l2, found.waves) == ("a + b", 100, 17.0, 50.0, 1)
+    assert (found.busiest, found.busiest / found.in_flight) == (10.0, 6.0) and found.clocks == {
+        "port": 7.0,
+        "issue": 9.0,
+    }
+    assert (found.chain, found.from_memory, found.ahead) == (3, 1, 0)
+    more = launch.together([a, replace(b, ctas=41, clocks={"port": 1.0})], GPU)
+    assert (more.ctas, more.busiest, more.busiest / more.in_flight, more.clocks) == (100, 16.0, 8.0, {"port": 8.0})
+    chained = launch.one_after_the_other(
+        replace(a, instructions=5, from_l2=1), *[replace(b, instructions=7, from_l2=2)] * 2
+    )
+    assert (chained.name, chained.ctas, chained.instructions, chained.from_l2) == ("b, a", 1, 19, 5)
 
 
 def test_errors_are_geometric_means() -> None:

@@ -111,6 +111,16 @@ def check_list(found: tuple, expected: tuple) -> None:
 @pytest.mark.parametrize(("tokens", "hashed"), [(1, False), (16, False), (16, True)])
 def test_a_chain_is_a_part(tokens: int, hashed: bool, schedule: str) -> None:
     """The list reads what the router has written in the same launch."""
+    check_chain(tokens, hashed, schedule)
+
+
+@pytest.mark.parametrize(("tokens", "hashed"), [(64, False), (33, True)])
+def test_a_warp_of_a_chain_routes_several_tokens(tokens: int, hashed: bool) -> None:
+    """A chain has 32 warps, and Blackwell's joint launches up to 64 tokens."""
+    check_chain(tokens, hashed, "random")
+
+
+def check_chain(tokens: int, hashed: bool, schedule: str) -> None:
     from ptx_emulator import Checks, emulated
 
     made, options = [], {"schedule": schedule, "checks": Checks.strict()}
@@ -130,9 +140,10 @@ def test_every_joint_launch_on_hopper(name: str, tokens: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [7, 64])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PRODUCTS])
-def test_every_joint_launch_on_blackwell(name: str) -> None:
-    check(name, "sm100", 7)
+def test_every_joint_launch_on_blackwell(name: str, tokens: int) -> None:
+    check(name, "sm100", tokens)
 
 
 @pytest.mark.slow

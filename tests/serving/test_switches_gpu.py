@@ -33,7 +33,7 @@ SWITCHES = (
     (grouped_projection.VARIABLE, "bf16"),
     (grouped_projection.VARIABLE, "fp8"),
     (dependent_launch.VARIABLE, "off"),
-    (concurrent.VARIABLE, "on"),
+    (concurrent.VARIABLE, "off"),
 )
 FLAG_SETS = {
     "graphs": "--cuda-graph-backend-decode full --cuda-graph-max-bs-decode 40 --disable-cuda-graph-padding "

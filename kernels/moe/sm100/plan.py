@@ -99,11 +99,6 @@ class Plan(TensorMemoryPlan):
         return 4 if self.numbers is Numbers.NVFP4 else 1
 
     @property
-    def codes_per_byte(self) -> int:
-        """Activation codes in a byte."""
-        return 2 if self.numbers is Numbers.NVFP4 else 1
-
-    @property
     def own_tokens(self) -> int:
         """Slots whose codes are in a CTA's shared memory."""
         return self.tokens // self.ctas

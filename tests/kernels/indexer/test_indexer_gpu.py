@@ -274,6 +274,20 @@ def test_pages_are_shared_by_the_ctas_of_a_token(monkeypatch: pytest.MonkeyPatch
             assert count <= 64 or torch.equal(its_scores[token, :count], scores[token, :count]), (most, token)
 
 
+def test_more_tokens_are_few_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 tokens, which Hopper gives to the kernels for many: both kernels choose alike, and each has its grid."""
+    from dsv4_kernels.indexer import gpu, scores
+
+    assert gpu.FEW_TOKENS == {"sm90": 16, "sm100": 128}
+    compile, few = scores.compile, []
+    monkeypatch.setattr(scores, "compile", lambda *given: few.append(len(given) > 2) or compile(*given))
+    case = Case.of((700, 90), [(i % 2, (700, 90)[i % 2] - i) for i in range(17)], heads=8)
+    rows = [case.run(name, 64)[0] for name in ("sm100", "sm100, many", "sm90")]
+    assert few == [True, False, False] and torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    monkeypatch.setitem(gpu.FEW_TOKENS, "sm100", 16)
+    assert torch.equal(case.run("sm100", 64)[0], rows[0]) and few[3:] == [False]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize(
@@ -437,7 +451,7 @@ def test_a_gpu_has_one_score_in_every_forward(monkeypatch: pytest.MonkeyPatch) -
 
     case = inexact()
     rows = [on_a_gpu(case, 64, prefill) for prefill in (False, True)]
-    monkeypatch.setattr(gpu, "FEW_TOKENS", 0)
+    monkeypatch.setattr(gpu, "FEW_TOKENS", dict.fromkeys(gpu.FEW_TOKENS, 0))
     rows.append(on_a_gpu(case, 64, False))
     assert torch.equal(rows[1], rows[0]) and torch.equal(rows[2], rows[0])
     of_few, of_prefill, of_many = buffers
@@ -454,7 +468,8 @@ def test_on_a_gpu(top_k: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
     """The definition's choice by float64 scores, except for entries that rounding may move across the threshold."""
     from dsv4_kernels.indexer import gpu
 
-    monkeypatch.setattr(gpu, "FEW_TOKENS", 0 if kernel == "many" else gpu.FEW_TOKENS)
+    if kernel == "many":
+        monkeypatch.setattr(gpu, "FEW_TOKENS", dict.fromkeys(gpu.FEW_TOKENS, 0))
     lengths = (9000, 40, 700, 4100)
     tokens = [(b, n) for b in range(4) for n in (lengths[b], lengths[b] // 2, lengths[b] // 3)]
     case = Case.of(lengths, tokens)

@@ -25,16 +25,29 @@ from selection.marks import with_slow_marks
 from torch import Tensor
 
 from dsv4_kernels import registry
+from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.linear import grouped_linear, linear_fp32
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 MMA = ("16x16", "64x16", "64x64", "128x128")
+CLUSTER = ("32x16", "32x32", "64x32", "64x64", "96x16", "96x32", "96x64")
 WGMMA = ("64x32", "64x64", "64x128", "128x64", "128x128", "128x192")
-TILES = [*[(kernel, name) for kernel in KERNELS for name in MMA], *[("sm90", f"wgmma {name}") for name in WGMMA]]
+TILES = [
+    *[(kernel, name) for kernel in KERNELS for name in MMA],
+    *[("sm100", f"cluster {name}") for name in CLUSTER],
+    *[("sm90", f"wgmma {name}") for name in WGMMA],
+]
 """Rows and tokens of each tile, by kernel."""
+QUICK_CLUSTERS = ("cluster 32x16", "cluster 64x64", "cluster 96x64")
 EACH_TILE = pytest.mark.parametrize(
-    ("kernel", "tile"), TILES, ids=["-".join(pair) for pair in TILES], indirect=["kernel"]
+    ("kernel", "tile"),
+    [
+        pytest.param(*pair, marks=pytest.mark.slow if "cluster" in pair[1] and pair[1] not in QUICK_CLUSTERS else ())
+        for pair in TILES
+    ],
+    ids=["-".join(pair) for pair in TILES],
+    indirect=["kernel"],
 )
 
 
@@ -55,8 +68,8 @@ def tile_named(name: str | None) -> object:
     if name is None:
         return None
     kind, _, size = name.rpartition(" ")
-    found = [tile for tile in {**dict.fromkeys(gpu.TILES), **gpu.HOPPER_TILES} if f"{tile.rows}x{tile.tokens}" == size]
-    return next(tile for tile in found if isinstance(tile, gpu.wgmma.Tile) == bool(kind))
+    tiles = {"": gpu.TILES, "cluster": gpu.CLUSTER_TILES, "wgmma": list(gpu.HOPPER_TILES)[1:]}[kind]
+    return next(tile for tile in tiles if f"{tile.rows}x{tile.tokens}" == size)
 
 
 def product(
@@ -67,7 +80,9 @@ def product(
 
     shape = (x.shape[0], *weight.shape[:2])
     out = strided(torch.zeros(shape, dtype=dtype), 1, 2, 4 if tile is not None and "wgmma" in tile else 3)
-    with emulated_row_kernel(kernel, **options):
+    # Clusters read the weight of `linear_fp32`, whose results are fp32, before the kernel before has ended.
+    constant = (weight,) if kernel == "sm100" and dtype == torch.float32 else ()
+    with emulated_row_kernel(kernel, constant=constant, **options):
         gpu.run(kernel, "a test", x, weight, out, tile_named(tile))
     whole = out._base
     assert whole is not None and int(whole.isnan().sum() - out.isnan().sum()) == whole.numel() - out.numel()
@@ -129,6 +144,8 @@ def test_shared_memory_is_read_without_conflicts(kernel: str, tile: str) -> None
 
     x, weight, out = normal(16, 1, 512, seed=16), normal(1, 32, 512, seed=17), torch.empty(16, 1, 32)
     with emulated(checks=Checks.strict(), arch=ARCH[kernel]) as device:
+        if kernel == "sm100":
+            device.memory.constant(weight)
         gpu.run(kernel, "a test", x, weight, out, tile_named(tile))
     assert not any(report.shared_conflicts for report in device.reports)
 
@@ -172,9 +189,9 @@ def test_rows_beyond_32_bits(kernel: str) -> None:
     x, weight, out = normal(4, 1, 72, seed=6), normal(1, 4, 72, seed=7), torch.zeros(4, 1, 4)
     expected = product(kernel, x, weight, "16x16")
     far_x, far_weight, far_out = far_apart(x), far_apart(weight[0]).unsqueeze(0), far_apart(out)
-    for tile in gpu.tiles(ARCH[kernel]):
+    for tile in gpu.tiles(ARCH[kernel]) if kernel == "sm90" else (*gpu.CLUSTER_TILES[:1], *gpu.TILES):
         far_out.zero_()
-        with emulated_row_kernel(kernel, in_place=[far_x, far_weight, far_out]):
+        with emulated_row_kernel(kernel, in_place=[far_x, far_weight, far_out], constant=[far_weight]):
             gpu.run(kernel, "a test", far_x, far_weight, far_out, tile)
         assert same_bits(far_out.contiguous(), expected)
 
@@ -183,7 +200,7 @@ def test_groups_beyond_32_bits(kernel: str) -> None:
     x, weight = normal(2, 4, 72, seed=8), normal(4, 4, 72, seed=9)
     expected = product(kernel, x, weight, "16x16")
     far_weight, far_x = far_apart(weight), far_apart(x.transpose(0, 1).contiguous()).transpose(0, 1)
-    for tile in ["64x16", *(["wgmma 64x32"] if kernel == "sm90" else [])]:
+    for tile in ["64x16", "wgmma 64x32" if kernel == "sm90" else "cluster 32x16"]:
         assert same_bits(product(kernel, far_x, far_weight, tile, in_place=[far_x, far_weight]), expected)
 
 
@@ -199,18 +216,40 @@ def test_a_cta_takes_several_tiles(tile: str, monkeypatch: pytest.MonkeyPatch, c
         assert same_bits(product("sm90", x, weight, tile, schedule=schedule), in_order(x, weight))
 
 
-@pytest.mark.parametrize("tile", ["wgmma 64x32", "wgmma 128x64"])
-def test_deleted_synchronisation_is_noticed(tile: str, monkeypatch: pytest.MonkeyPatch, compiled_here: None) -> None:
-    """The `wgmma` kernel, with every wait, arrival and fence deleted in turn."""
+@pytest.mark.parametrize("tile", QUICK_CLUSTERS)
+def test_a_segment_is_longer_than_the_stages(tile: str, compiled_here: None) -> None:
+    """Segments of 18 and 19 chunks, which refill every stage; more tiles of rows and of tokens than one."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    rows, tokens = tile_named(tile).rows + 9, tile_named(tile).tokens + 5
+    x, weight = normal(tokens, 1, 2360, seed=24), normal(1, rows, 2360, seed=25)
+    x, weight = torch.cat([x, -x], 2), torch.cat([weight, weight.roll(1, 2)], 2)
+    expected = in_order(x, weight)
+    for schedule in SCHEDULES:
+        assert same_bits(product("sm100", x, weight, tile, schedule=schedule), expected)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile"),
+    [("sm90", "wgmma 64x32"), ("sm90", "wgmma 128x64"), ("sm100", "cluster 96x16")],
+    indirect=["kernel"],
+)
+def test_deleted_synchronisation_is_noticed(kernel: str, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `wgmma` kernel and the clusters', with every wait, arrival and fence deleted in turn."""
     from ptx_emulator import Checks, emulated
 
     from dsv4_kernels.linear import gpu
 
     monkeypatch.setattr(gpu, "multiprocessors", lambda device: 2)
-    x, weight, out = normal(70, 1, 1160, seed=20), normal(1, 260, 1160, seed=21), torch.empty(70, 1, 260)
-    with emulated(checks=Checks.strict(), arch="sm_90a", record=True, schedule="late") as device:
-        gpu.run("sm90", "a test", x, weight, out, tile_named(tile))
+    size = (70, 260, 1160) if kernel == "sm90" else (20, 100, 2504)
+    x, weight, out = (
+        normal(size[0], 1, size[2], seed=20),
+        normal(1, *size[1:], seed=21),
+        torch.empty(size[0], 1, size[1]),
+    )
+    with emulated(checks=Checks.strict(), arch=ARCH[kernel], record=True, schedule="late") as device:
+        if kernel == "sm100":
+            device.memory.constant(weight)
+        gpu.run(kernel, "a test", x, weight, out, tile_named(tile))
     rates = delete_synchronisation(f"linear_{tile.replace(' ', '_')}", device)
     assert rates and set(rates.values()) == {1}, rates
 
@@ -218,7 +257,20 @@ def test_deleted_synchronisation_is_noticed(tile: str, monkeypatch: pytest.Monke
 def test_it_may_begin_early(kernel: str) -> None:
     x, weight = normal(3, 2, 264, seed=1), normal(2, 40, 264, seed=2)
     with launched_early():
-        assert_products(product(kernel, x, weight, None), x, weight)
+        assert_products(product(kernel, x, weight, None, torch.bfloat16), x, weight)
+
+
+def test_a_cluster_reads_the_weight_of_linear_fp32_ahead(compiled_here: None) -> None:
+    """Each thread copies two units of the weight for each stage but one before the wait, and no tokens; results in bf16
+    are `grouped_linear`'s, whose weight the kernel before may write."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    x, weight = normal(3, 2, 264, seed=1), normal(2, 40, 264, seed=2)
+    with launched_early(read_ahead={"linear_cluster": ("LDGSTS",) * 30}):
+        assert_products(product("sm100", x, weight, "cluster 32x16"), x, weight)
+    with launched_early():
+        assert_products(product("sm100", x, weight, "cluster 32x16", torch.bfloat16), x, weight)
+    with dependent_launch.switched(False):
+        assert_products(product("sm100", x, weight, "cluster 32x16"), x, weight)
 
 
 def test_a_result_that_has_no_pairs(compiled_here: None) -> None:
@@ -239,6 +291,7 @@ def test_the_op_is_the_kernel(kernel: str) -> None:
     x, weight = normal(5, 3, 40, seed=10), normal(3, 9, 40, seed=11)
     with emulated_row_kernel(kernel):
         many = getattr(gpu, f"{kernel}_grouped_linear")(x, weight)
+    with emulated_row_kernel(kernel, constant=[weight[1]]):
         one = getattr(gpu, f"{kernel}_linear_fp32")(x[:, 1], weight[1])
         assert getattr(gpu, f"{kernel}_linear_fp32")(x[:0, 1], weight[1]).shape == (0, 9)
     assert many.is_contiguous() and many.dtype == torch.bfloat16
@@ -266,26 +319,38 @@ def test_what_is_refused(x: Tensor, weight: Tensor, message: str) -> None:
 
 @pytest.mark.parametrize(("rows", "groups"), [(256, 1), (1024, 1), (2624, 1), (1024, 8), (129_280, 1)], ids=str)
 def test_the_choice_of_a_tile(rows: int, groups: int) -> None:
-    """Few rows: many small tiles. Few tokens: a large weight is not read again for every 16 tokens. Many tokens: the
-    large tile, but for a gate only when it gives every multiprocessor a CTA."""
+    """Blackwell: clusters where the weight has few rows and the call few tokens, the large tile for a chunk. A large
+    weight is not read again for every 16 tokens. Hopper never gets a cluster."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from dsv4_kernels.linear import gpu
 
     chosen = {tokens: gpu.chosen("sm_100a", tokens, rows, groups, 148) for tokens in (1, 16, 64, 128, 512, 8192)}
-    assert chosen[8192] is gpu.TILES[3] and (chosen[512] is gpu.TILES[3]) == (rows * groups > 1024)
-    assert (chosen[64] is gpu.TILES[0]) == (rows * groups <= 1024)
-    assert (chosen[128] is gpu.TILES[3]) == (rows * groups > 8192)  # logits: two waves of large tiles, not fourteen
+    assert chosen[8192] is gpu.TILES[3]
+    assert (chosen[512] is gpu.TILES[3]) == (rows * groups >= 8192)  # logits: large tiles, not many small ones
+    for tokens in (1, 16, 64):
+        assert chosen[tokens].ctas == 4 or rows * groups >= 8192
     if rows * groups >= 8192:
         assert chosen[64].tokens == 64
         assert chosen[1].tokens == 16
-    ctas = -(-rows // chosen[1].rows) * groups
-    assert ctas >= min(148, rows * groups // 16) / 2
+    else:
+        ctas = [
+            -(-rows // tile.rows) * -(-tokens // tile.tokens) * 4 for tokens, tile in chosen.items() if tokens == 64
+        ]
+        assert 100 < ctas[0] <= 148
     on_hopper = {tokens: gpu.chosen("sm_90a", tokens, rows, groups, 132) for tokens in (1, 16, 64, 128, 8192)}
     assert on_hopper[8192].rows == 128 and on_hopper[8192].tokens >= 128
+    assert not any(tile in gpu.CLUSTER_TILES for tile in on_hopper.values())
     if rows * groups < 8192:
         assert on_hopper[1] is on_hopper[16] is gpu.TILES[0]
     else:
         assert on_hopper[128].tokens == 128
+
+
+def test_two_clusters_share_their_multiprocessors() -> None:
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from dsv4_kernels.linear import gpu
+
+    assert all(gpu.resident(tile) >= 2 for tile in gpu.CLUSTER_TILES)
 
 
 def test_the_choice_is_near_the_best_that_was_measured() -> None:
@@ -348,7 +413,7 @@ def test_an_instruction_sums_16_consecutive_channels_on_a_gpu(kernel_on_gpu: Cal
 
     name = kernel_on_gpu("rms_norm")
     x, weight, expected = (t.cuda() for t in channels_that_sum_together())
-    for tile in {**dict.fromkeys(gpu.TILES), **dict.fromkeys(gpu.tiles(ARCH[name]))}:
+    for tile in dict.fromkeys((*gpu.TILES, *gpu.CLUSTER_TILES, *gpu.tiles(ARCH[name]))):
         out = torch.empty_like(expected)
         gpu.run(name, "a test", x, weight.bfloat16(), out, tile)
         assert same_bits(out, expected), tile
@@ -373,7 +438,7 @@ def test_the_gpu_keeps_a_rows_bits(kernel_on_gpu: Callable[[str], str], rows: in
 
     whole = multiply(x)
     assert_products(whole[:40].cpu(), x[:40].cpu(), weight.cpu())
-    for tile in gpu.tiles(ARCH[name]):
+    for tile in dict.fromkeys((*gpu.tiles(ARCH[name]), *gpu.CLUSTER_TILES)):  # Hopper has the clusters' kernel, too
         out = whole.new_full(whole.shape, float("nan"))
         assert torch.equal(gpu.run(name, "a test", x, weight, out, tile), whole), tile
     for tokens in (1, 2, 3, 8, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511):

@@ -74,8 +74,17 @@ def worst(key: str = "flash, 4 GPUs") -> str:
     """Launches of a decode step of 64 requests far above their floor."""
     rows = load("step_model")["worst_of_64_requests"][key]
     return markdown(
-        ("launch", "us a step", "floor, us", "largest term"),
-        ((row["launch"], whole(row["us"]), whole(row["floor_us"]), row["largest_term"]) for row in rows),
+        ("launch", "us a step", "floor, us", "us / (floor, gaps, first loads)", "largest term"),
+        (
+            (
+                row["launch"],
+                whole(row["us"]),
+                whole(row["floor_us"]),
+                f"{row['over_reach']:.2f}",
+                row["largest_term"],
+            )
+            for row in rows
+        ),
     )
 
 
@@ -105,6 +114,17 @@ def tiles_of_products(tokens: int = 64) -> str:
             rows.append((case["product"], f"{case['rows']} x {case['tile_tokens']}", str(case["ctas"]), *times))
     heads = ("", "rows x tokens", "CTAs", "us", "with tiles of 128 rows and all tokens")
     return markdown(heads, rows)
+
+
+def clusters() -> str:
+    """Products of bf16 operands on one of four B200s: tiles of clusters and of single CTAs."""
+    cases = load("step_model")["what_if"]["clusters"]
+    counts = sorted({case["tokens"] for case in cases})
+    rows = []
+    for name in dict.fromkeys(case["product"] for case in cases):
+        found = {case["tokens"]: case for case in cases if case["product"] == name}
+        rows.append((name, *(f"{found[n]['us']:.1f} ({found[n]['one_cta_us']:.1f})" for n in counts)))
+    return markdown(("us, tokens", *map(whole, counts)), rows)
 
 
 def own_rows() -> str:

@@ -67,6 +67,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step_switches": served_tables.step_switches,
     "step_model": model_tables.steps,
     "step_model_boundaries": model_tables.boundaries,
+    "step_model_clusters": model_tables.clusters,
     "step_model_errors": model_tables.errors,
     "step_model_few_heads": model_tables.few_heads,
     "step_model_own_rows": model_tables.own_rows,

@@ -70,7 +70,7 @@ class Case:
         from dsv4_kernels.indexer import gpu
 
         buffers, (name, _, option) = [], kernel.partition(", ")
-        few_tokens = 0 if option == "many" else gpu.FEW_TOKENS
+        few_tokens = dict.fromkeys(gpu.FEW_TOKENS, 0) if option == "many" else gpu.FEW_TOKENS
         in_place = [self.keys.storage, self.q, self.head_weights, self.page_table, self.request, self.visible]
         with (
             mock.patch.object(gpu, "FEW_TOKENS", few_tokens),

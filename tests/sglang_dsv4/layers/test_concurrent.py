@@ -181,7 +181,7 @@ def test_parts_of_a_joint_launch_are_independent(
     names = ("first", "second", "third")
     parts = [0]
 
-    def together(tokens: int, *calls: Callable[[], Any] | None) -> tuple:
+    def together(tokens: int, *calls: Callable[[], Any] | None, products: bool = False) -> tuple:
         origin, results, ran = streams[-1], [], []
         parts[0] = max(parts[0], len(calls))
         for name, call in zip(names, calls, strict=False):
@@ -206,13 +206,30 @@ def test_parts_of_a_joint_launch_are_independent(
 
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("word", ["on", "off"])
-def test_few_tokens_join_their_launches(word: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("major", "most"), [(None, 16), (9, 16), (10, 64)], ids=["cpu", "hopper", "blackwell"])
+def test_few_tokens_join_their_launches(
+    major: int | None, most: int, word: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a number of tokens for each generation; Blackwell's products never."""
     monkeypatch.setenv(concurrent.VARIABLE, word)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     concurrent.is_on.cache_clear()
-    found = concurrent.together(concurrent.JOINT_TOKENS + more, joint_launch.is_open, None, joint_launch.is_open)
+    calls = joint_launch.is_open, None, joint_launch.is_open
+    found, products = (concurrent.together(most + more, *calls, products=products) for products in (False, True))
     concurrent.is_on.cache_clear()
     joined = word == "on" and not more
     assert found == (joined, None, joined)
+    assert products == (found if major != 10 else (False, None, False))
+
+
+def test_products_of_blackwell_run_on_two_streams(streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph of few tokens, also where other kernels join their launches."""
+    monkeypatch.setattr(concurrent, "is_on", lambda: True)
+    monkeypatch.setattr(concurrent, "_is_blackwell", lambda: True)
+    names = concurrent.together(1, *[lambda: streams[-1].name] * 2, products=True)
+    assert names == ("main", "side") and concurrent.together(1, joint_launch.is_open) == (True,)
 
 
 def test_another_word_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,12 +70,13 @@ def test_prefills_are_recorded_as_the_flags_say(
     assert graphs is None or graphs.with_streams
 
 
-@pytest.mark.parametrize("flag", ["--pp-size", "--attn-dp-size"])
-def test_stages_and_groups_record_no_prefills(flag: str, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: flag == "--attn-dp-size")
-    monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last=flag != "--pp-size"))
+@pytest.mark.parametrize("other", ["--pp-size above 1", "--attn-dp-size above 1", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"])
+def test_what_can_not_be_recorded_is_refused(other: str, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: "--attn-dp-size" in other)
+    monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last="--pp-size" not in other))
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", str("SAVER" in other))
     with recording_server(harness, monkeypatch, "breakable") as record:
-        with pytest.raises(ValueError, match=rf"--cuda-graph-backend-prefill breakable with {flag} above 1: leave one"):
+        with pytest.raises(ValueError, match=f"--cuda-graph-backend-prefill breakable with {other}: leave one of them"):
             record()
 
 
