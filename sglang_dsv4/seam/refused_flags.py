@@ -336,8 +336,6 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
             f"sglang-dsv4 does not support --speculative-num-draft-tokens {drafts} {beside} and --tp-size {ranks}: a "
             f"group's {of_group} ranks share the rows of a step. Use a multiple of {of_group}."
         )
-    if arguments.nnodes > 1:
-        raise ValueError(f"sglang-dsv4 does not support --nnodes {arguments.nnodes} {beside}: use one host")
     if arguments.enable_dp_attention_local_control_broadcast:
         raise ValueError(
             f"sglang-dsv4 does not support --enable-dp-attention-local-control-broadcast {beside}: all ranks answer a "
@@ -345,6 +343,11 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
         )
     if sequence_parallel_is_on():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL {beside}: unset it")
+    if records_prefills(arguments.cuda_graph_backend_prefill):
+        raise ValueError(
+            f"sglang-dsv4 does not support --cuda-graph-backend-prefill breakable {beside}: a recorded prefill has the "
+            "rows of one group; leave it out"
+        )
     if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
     if envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
@@ -390,6 +393,12 @@ def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's vi
         )
 
 
+def records_prefills(backend: str | None) -> bool:
+    """Whether the backend of graphs of prefills is ours. Of `--cuda-graph-config` it is known when graphs are recorded,
+    which then refuses the same (`warmup.prefill_graphs`)."""
+    return backend == "breakable"
+
+
 WITH_STAGES = (
     Refusal("--speculative-algorithm", other_than(None), "a draft would need the last stage's rows on the first"),
     Refusal("--disaggregation-mode", other_than("null"), "a request's pages would come from all stages"),
@@ -404,6 +413,11 @@ WITH_STAGES = (
     ),
     Refusal("--enable-prefill-delayer", bool, "it needs overlapped scheduling, which stages do not have; leave it out"),
     Refusal("--enable-return-hidden-states", bool, "SGLang's stages do not exchange them; leave it out"),
+    Refusal(
+        "--cuda-graph-backend-prefill",
+        records_prefills,
+        "a recorded prefill begins with token ids and ends with the model's last layer; leave it out",
+    ),
 )
 """Refused with --pp-size above 1."""
 

@@ -1,4 +1,4 @@
-"""Two nodes of one rank each, two launches on this machine: tiers on a shared folder, and a node that dies."""
+"""Two nodes, two launches on this machine: tiers on a shared folder, and a node that dies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from serving.groups import DETERMINISTIC, Question, bits, shape_for, some
 from serving.server import (
     SLEEP_ON_IDLE,
@@ -23,6 +25,7 @@ from serving.server import (
     start,
     stop,
     wait_for_files,
+    wait_until,
 )
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
@@ -31,7 +34,12 @@ from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "256", SLEEP_ON_IDLE)
 TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "3", "--hicache-storage-backend", "file")
 TIERS += ("--hicache-storage-prefetch-policy", "wait_complete")
-KINDS = {"tp": ("--tp-size", "2", *DETERMINISTIC), "stages": ("--pp-size", "2")}
+KINDS = {
+    "tp": ("--tp-size", "2", *DETERMINISTIC),
+    "stages": ("--pp-size", "2"),
+    # A group of two ranks on each node; the chunks of both groups together.
+    "groups": ("--tp-size", "4", "--attn-dp-size", "2", *DETERMINISTIC, "--chunked-prefill-size", "512"),
+}
 LONG = Question(tuple(some(30, 1100)), 6)
 MOST_SECONDS = 60
 """In which a node ends after another one's death; gloo notices a closed connection at once."""
@@ -45,6 +53,8 @@ def two_nodes(model: Path, folder: Path, *flags: str) -> Iterator[tuple[Server, 
     env = TAILS | {"GLOO_SOCKET_IFNAME": "lo", FOLDER_VARIABLE: str(folder / "files")}
     other, _ = start(model, folder / "log1", (*flags, *nodes, "1"), env, from_command=False)
     try:
+        # With groups each launch looks whether the first node's ports are free; on hosts of their own they are.
+        wait_until(lambda: "server_args=" in (folder / "log1").read_text())
         with running_server(model, folder / "log0", *flags, *nodes, "0", env=env) as server:
             yield server, other
     finally:
@@ -54,34 +64,61 @@ def two_nodes(model: Path, folder: Path, *flags: str) -> Iterator[tuple[Server, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefixes_of_every_tier_and_a_node_that_dies(kind: str, tmp_path: Path) -> None:
-    """Both nodes keep their files in one folder. The end of the second node ends the first one, with a reason."""
-    write_checkpoint(tmp_path / "model", shape_for("plain", 2))
+    """Both nodes keep their files in one folder. The end of the second node ends the first one, with a reason, and the
+    request that is under way. Of two groups the second node's has the prefix; from files the first node's gets it, too.
+    """
+    group = 1 if kind == "groups" else None
+    write_checkpoint(tmp_path / "model", shape_for("plain", 4))
     flags = (*FLAGS, *KINDS[kind], *TIERS)
     with running_server(
         tmp_path / "model", tmp_path / "log", *flags, env=TAILS | {FOLDER_VARIABLE: str(tmp_path / "of one")}
     ) as server:
-        expected = bits(LONG.ask(server, None))
+        expected = bits(LONG.ask(server, group))
     with two_nodes(tmp_path / "model", tmp_path / "nodes", *flags) as (server, other):
-        assert bits(LONG.ask(server, None)) == expected
-        assert account(hit(server, expected))["pages_from"] == {"device": 1024}
+        assert bits(LONG.ask(server, group)) == expected
+        assert account(hit(server, group, expected))["pages_from"] == {"device": 1024}
         for seed in range(60, 68):
-            server.generate(some(seed, 900), max_new_tokens=2)
-        assert account(hit(server, expected))["pages_from"] == {"host": 1024}
+            Question(tuple(some(seed, 900)), 2).ask(server, group)
+        assert account(hit(server, group, expected))["pages_from"] == {"host": 1024}
         assert wait_for_files(tmp_path / "nodes" / "files") > 20
         flush(server)
-        assert account(hit(server, expected))["pages_from"] == {"storage": 1024}
+        assert account(hit(server, group, expected))["pages_from"] == {"storage": 1024}
+        if group is not None:
+            assert account(hit(server, 0, expected))["pages_from"] == {"storage": 1024}
         assert "Traceback" not in server.log
-        os.killpg(other.pid, signal.SIGKILL)
-        deadline = time.monotonic() + MOST_SECONDS
-        while server.process.poll() is None:
-            assert time.monotonic() < deadline, f"the first node goes on: {server.log[-2000:]}"
-            time.sleep(0.2)
-        assert "Connection closed by peer" in server.log or "Connection reset by peer" in server.log
-        assert "another rank of this server has ended" in server.log
+        with ThreadPoolExecutor(1) as pool:
+            under_way = pool.submit(Question(tuple(some(1, 40)), 3000).ask, server, 0 if group else None)
+            time.sleep(2)
+            os.killpg(other.pid, signal.SIGKILL)
+            assert_it_ends(server.process, tmp_path / "nodes" / "log0")
+            with pytest.raises((requests.RequestException, AssertionError)):
+                under_way.result(MOST_SECONDS)
 
 
-def hit(server: Server, expected: tuple[list[int], list[float]]) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_node_dies(kind: str, tmp_path: Path) -> None:
+    """No client is left; the second node ends, with a reason."""
+    write_checkpoint(tmp_path / "model", shape_for("plain", 4))
+    with two_nodes(tmp_path / "model", tmp_path / "nodes", *FLAGS, *KINDS[kind]) as (server, other):
+        assert server.is_alive()
+        os.killpg(server.process.pid, signal.SIGKILL)
+        assert_it_ends(other, tmp_path / "nodes" / "log1")
+
+
+def assert_it_ends(node: Any, log: Path) -> None:
+    """The node's process ends by itself, and its log says why."""
+    deadline = time.monotonic() + MOST_SECONDS
+    while node.poll() is None:
+        assert time.monotonic() < deadline, f"the node goes on: {log.read_text()[-2000:]}"
+        time.sleep(0.2)
+    text = log.read_text(errors="replace")
+    assert "Connection closed by peer" in text or "Connection reset by peer" in text
+    assert "another rank of this server has ended" in text
+
+
+def hit(server: Server, group: int | None, expected: tuple[list[int], list[float]]) -> dict[str, Any]:
     """Return the answer to the long question, which must have a hit and these bits."""
-    answer = LONG.ask(server, None)
+    answer = LONG.ask(server, group)
     assert bits(answer) == expected and answer["meta_info"]["cached_tokens"] == 1024
     return answer

@@ -22,6 +22,7 @@ from serving.server import SLEEP_ON_IDLE, TAILS, Server, account, flush, running
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
+from sglang_dsv4.layers import sequence_parallel
 
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "16", SLEEP_ON_IDLE, "--enable-metrics")
 TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
@@ -221,6 +222,27 @@ def test_what_stages_do_not_do_is_refused(running: Served) -> None:
     waiting = requests.post(f"{server.url}/flush_cache", params={"timeout": 5}, timeout=60)
     assert waiting.status_code == 400 and "--pp-size above 1" in waiting.text
     assert server.is_alive()
+
+
+@pytest.mark.slow
+def test_sharded_rows_of_stages_have_the_bits_of_one_stage(tmp_path: Path) -> None:
+    """Two stages of two ranks. In a chunk of 512 tokens or more each rank computes its share of the rows, with
+    `attention` in the attention too, and the next stage gets all rows."""
+    write_checkpoint(tmp_path / "model", shape_for("plain", 2))
+    flags = (*FLAGS, "--tp-size", "2", *DETERMINISTIC, "--chunked-prefill-size", "1024")
+    asked = questions("plain")
+    with running_server(tmp_path / "model", tmp_path / "one", *flags, env=TAILS) as server:
+        expected = [bits(question.ask(server, None)) for question in asked]
+    for rows in ("on", "attention"):
+        env = TAILS | {sequence_parallel.VARIABLE: rows}
+        with running_server(tmp_path / "model", tmp_path / rows, *flags, *STAGES, env=env) as server:
+            assert [bits(question.ask(server, None)) for question in asked] == expected, rows
+            flush(server)
+            order = list(range(len(asked))) * 2
+            answers = at_once(server, [(asked[i], None) for i in order])
+            assert [bits(answer) for answer in answers] == [expected[i] for i in order], rows
+            assert LONG.ask(server, None)["meta_info"]["cached_tokens"] == 1024
+            assert server.is_alive() and "Traceback" not in server.log
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving.server import Server, running_server
@@ -14,6 +16,7 @@ from train_tiny.export import config_of
 from train_tiny.shape import TinyShape
 
 from sglang_dsv4.cpu.quickstart import parser_flags
+from sglang_dsv4.model_config.stages import SIZES_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ROOT / "trained"
@@ -55,3 +58,36 @@ def test_it_answers_in_words(server: Server) -> None:
     assert questions.said(asked.ask("What is the capital of France?")) == "The capital of France is Paris."
     right, shown = questions.needle(asked, random.Random("8K"), 7000)
     assert right, shown
+
+
+LICENCE = (ROOT / "LICENSE").read_text()  # a text that does not change
+ANNA = "What is the secret number of Anna?"
+QUESTIONS = {
+    "short": ("What is the capital of France?", {}),
+    "thinking": ("What is 38 + 47?", {"extra_body": {"chat_template_kwargs": {"thinking": True}}}),
+    "drawn": ("Hello!", {"temperature": 1.0, "seed": 3}),
+    "long": (f"{LICENCE[:9000]}\nThe secret number of Anna is 38172.\n{LICENCE[9000:]}\n\n{ANNA}", {}),
+}
+"""Questions, the last one with more entries than the indexer chooses."""
+
+
+@pytest.mark.slow
+def test_two_stages_have_the_bits_of_one(server: Server, tmp_path: Path) -> None:
+    """Each question alone, and again with a hit while the others are asked. In equal parts the first stage would have
+    layers without entries only, which is refused."""
+    env = {SIZES_VARIABLE: "3,2"}
+    with running_server(TRAINED, tmp_path / "log", *parser_flags([]), "--pp-size", "2", env=env) as staged:
+        for name, (text, options) in QUESTIONS.items():
+            assert logprobs(staged, text, options) == logprobs(server, text, options), name
+        with ThreadPoolExecutor(2 * len(QUESTIONS)) as pool:
+            asked = [*QUESTIONS.values()] * 2
+            answers = list(pool.map(lambda question: logprobs(staged, *question), asked))
+        assert answers == [logprobs(server, *question) for question in asked]
+
+
+def logprobs(server: Server, text: str, options: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return the tokens of an answer and their log-probabilities."""
+    answer = server.chat(text, max_tokens=60, logprobs=True, **options)
+    found = [(one.token, one.logprob) for one in answer.choices[0].logprobs.content]
+    assert len(found) == answer.usage.completion_tokens
+    return found
