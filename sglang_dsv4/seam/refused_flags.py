@@ -394,8 +394,8 @@ def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's vi
 
 
 def records_prefills(backend: str | None) -> bool:
-    """Whether the backend of graphs of prefills is ours. Of `--cuda-graph-config` it is known when graphs are recorded,
-    which then refuses the same (`warmup.prefill_graphs`)."""
+    """Whether a server with this backend records CUDA graphs of prefills. A backend that `--cuda-graph-config` names is
+    known only when graphs are recorded, and refused there (`warmup.prefill_graphs`)."""
     return backend == "breakable"
 
 
