@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dsv4_radix_cache.pages import page_floor
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS, page_floor
 
 
 class Stop(Enum):

@@ -22,7 +22,7 @@ decides there.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 PASSED_WEIGHT = 0.125
@@ -54,7 +54,7 @@ class CreditHeap:
     def __contains__(self, item: Hashable) -> bool:
         return item in self._current
 
-    def __iter__(self) -> object:
+    def __iter__(self) -> Iterator[Hashable]:
         return iter(self._current)
 
     def credit(self, item: Hashable) -> float:

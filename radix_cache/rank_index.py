@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsv4_kernels.kv_layout import KVRows
 from sglang_dsv4.cache.geometry import entries_per_page
-from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, HCA_RATIO
+from sglang_dsv4.model_config.layer_kinds import CSA_RATIO, FULL_PAGE_TOKENS, HCA_RATIO
 
 ALIGNMENT = 16
 FORMAT_VERSION = 1
@@ -113,6 +113,12 @@ class PageRecords:
             (part, words[:, part.offset : part.offset + len(part.view) * part.words].unflatten(1, (len(part.view), -1)))
             for part in self.parts
         ]
+
+
+def pages_of(token_slots: Tensor) -> Tensor:
+    """The page numbers [pages] int64 of the full slots [tokens] of a sequence's first tokens, without waiting for their
+    device."""
+    return token_slots[::FULL_PAGE_TOKENS].long() // FULL_PAGE_TOKENS
 
 
 def _index_of(pages: Tensor, part: Part) -> tuple[Tensor, Tensor]:

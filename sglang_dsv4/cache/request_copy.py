@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dsv4.cache.page_records import PageRecords
-from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
+from sglang_dsv4.cache.page_records import PageRecords, pages_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,3 @@ class RequestCopy:
         records.scatter(pages, self.records.to(records.device))
         for ring, saved in zip(rings, self.rings, strict=True):
             ring[:, request_slot] = saved.to(ring.device)
-
-
-def pages_of(token_slots: Tensor) -> Tensor:
-    """[pages] int64 page numbers of the full slots of a sequence's first tokens."""
-    return token_slots[::FULL_PAGE_TOKENS].long() // FULL_PAGE_TOKENS

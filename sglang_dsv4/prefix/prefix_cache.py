@@ -35,6 +35,7 @@ from dsv4_radix_cache.host_pages import HostPages
 from dsv4_radix_cache.ledger import Ledger
 from dsv4_radix_cache.pages import PAGE_TOKENS, whole_pages
 from sglang_dsv4.cache.page_copies import PageCopies
+from sglang_dsv4.cache.page_records import pages_of
 from sglang_dsv4.cache.pool_plan import format_bytes
 from sglang_dsv4.prefix import tree_core
 from sglang_dsv4.prefix.host_tier import HostTier, WritePolicy
@@ -189,7 +190,7 @@ class Dsv4PrefixCache(RankedRadixCache):
             match = match_of(self.nodes.inserting)
             hit_pages = 0 if match is None else whole_pages(match.position)
             self.nodes.note_ends(result.last_device_node, digests)
-            self.host.inserted(digests, page_numbers(params.value[: len(digests) * PAGE_TOKENS]), hit_pages)
+            self.host.inserted(digests, pages_of(params.value[: len(digests) * PAGE_TOKENS]), hit_pages)
         return result
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int]:
@@ -216,7 +217,7 @@ class Dsv4PrefixCache(RankedRadixCache):
             value = torch.cat([self.path_device_indices(req.last_node)[:begin], slots])
             node = super().insert(InsertParams(key=key, value=value, prev_prefix_len=begin)).last_device_node
             # The tree keeps the pages that it already had beyond `begin`, and frees the new slots for them.
-            new = self.host.inserted(digests, page_numbers(value))
+            new = self.host.inserted(digests, pages_of(value))
             from_storage = self.host.load(digests[first:], [digests[i] for i in new])
         self.nodes.came_back(node, digests, first, req, from_storage)
         return node
@@ -333,11 +334,6 @@ class HostUse(NamedTuple):
     def available_size(self) -> int:
         """Tokens for which host memory is free."""
         return self.pages.free * PAGE_TOKENS
-
-
-def page_numbers(slots: torch.Tensor) -> torch.Tensor:
-    """[N] int64 page numbers of [N * 256] slots of whole pages; on their device, without waiting for it."""
-    return slots[::PAGE_TOKENS].long() // PAGE_TOKENS
 
 
 def create_tree_core(params: CacheInitParams, components: dict[ComponentType, TreeComponent]) -> tree_core.Dsv4TreeCore:

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from dsv4_radix_cache.page_chain import PageChain
-from dsv4_radix_cache.pages import pages_for, whole_pages
+from dsv4_radix_cache.pages import PAGE_TOKENS, pages_for, whole_pages
 from dsv4_radix_cache.rank_index import RankIndex
-from dsv4_radix_cache.ring import PAGE_TOKENS
 from sglang_dsv4 import env
 from sglang_dsv4.seam.hook_kinds import NAME
 

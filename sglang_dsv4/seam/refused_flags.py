@@ -80,7 +80,7 @@ TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DUMPS = "a layer's result is not one tensor; SGLANG_DSV4_COMPARE_ATTENTION writes the attention's"
 
-BREAKABLE = "SGLang's breakable graphs can't hold this model's output; leave it out"
+NO_BREAKABLE_STEPS = "SGLang's breakable graphs can't hold this model's output; leave it out"
 
 DECODE_GRAPHS = (None, "full", "disabled")
 FP8_PRODUCTS = ("auto", "deep_gemm")
@@ -148,8 +148,8 @@ REFUSALS = (
         asks_for_other_graphs,
         "graphs are `breakable` for prefills and `full` for decode steps, or `disabled`",
     ),
-    Refusal("--cuda-graph-backend-decode", other_than(*DECODE_GRAPHS), BREAKABLE),
-    Refusal("--debug-cuda-graph", bool, BREAKABLE),
+    Refusal("--cuda-graph-backend-decode", other_than(*DECODE_GRAPHS), NO_BREAKABLE_STEPS),
+    Refusal("--debug-cuda-graph", bool, NO_BREAKABLE_STEPS),
     Refusal("--cuda-graph-backend-prefill", other_than(*PREFILL_GRAPHS), THE_ATTENTION_STAYS_OUT),
     Refusal("--cuda-graph-prefill-max-context", other_than(None), THE_ATTENTION_STAYS_OUT),
     Refusal("--enable-torch-compile", bool, "this package's kernels are compiled ahead; leave it out"),
@@ -394,8 +394,8 @@ def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's vi
 
 
 def records_prefills(backend: str | None) -> bool:
-    """Whether the backend of graphs of prefills is ours. Of `--cuda-graph-config` it is known when graphs are recorded,
-    which then refuses the same (`warmup.prefill_graphs`)."""
+    """Whether a server with this backend records CUDA graphs of prefills. A backend that `--cuda-graph-config` names is
+    known only when graphs are recorded, and refused there (`warmup.prefill_graphs`)."""
     return backend == "breakable"
 
 

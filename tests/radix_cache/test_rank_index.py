@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 
 from dsv4_radix_cache.page_chain import PageChain
+from dsv4_radix_cache.pages import PAGE_TOKENS
 from dsv4_radix_cache.rank_index import RankIndex
-from dsv4_radix_cache.ring import PAGE_TOKENS
 
 
 def pages(*names: int) -> list[bytes]:

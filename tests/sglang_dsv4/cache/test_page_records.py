@@ -12,8 +12,8 @@ from sglang_dsv4.cache.geometry import PoolGeometry
 from sglang_dsv4.cache.host_records import HostRecords, runs
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.cache.page_copies import PageCopies
+from sglang_dsv4.cache.page_records import pages_of
 from sglang_dsv4.prefix.host_tier import HostTier
-from sglang_dsv4.prefix.prefix_cache import page_numbers
 
 FORMATS = {
     "plain": {"row_dim": 64, "rope_dim": 16, "index_dim": 32, "dtype": torch.float32},
@@ -190,11 +190,11 @@ def test_a_pages_way_through_the_tiers(device: str) -> None:
         if forward:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-        tiers.inserted(digests, page_numbers(slots[: 4 * 256]))
+        tiers.inserted(digests, pages_of(slots[: 4 * 256]))
         issue()
         tiers.leaving_tree(tiers.last_pages(digests[-1], 4))
         with torch.cuda.stream(forward) if forward else nullcontext():
-            host.records.scatter(page_numbers(slots), empty)  # the next requests' forwards
+            host.records.scatter(pages_of(slots), empty)  # the next requests' forwards
         with tiers.pinned(digests):
             new = tiers.inserted(digests, back)
             tiers.load(digests, [digests[i] for i in new])

@@ -14,7 +14,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 
-from dsv4_radix_cache.ring import PAGE_TOKENS
+from dsv4_radix_cache.pages import PAGE_TOKENS
 from sglang_dsv4 import env
 from sglang_dsv4.prefix import rank_choice
 from sglang_dsv4.prefix.rank_choice import COMPUTED_AGAIN, FULL_CACHE_TOKENS, REQUEST_TOKENS, RankChoice
