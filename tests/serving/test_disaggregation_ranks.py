@@ -366,6 +366,25 @@ def test_aborted_requests_leave_nothing_on_any_rank(tmp_path: Path, prefill: str
         assert bits(pair.generate(prompts[kept[0]], max_new_tokens=24)) == expected[kept[0]]
 
 
+def test_retracted_requests_of_groups_of_two_ranks_go_on(tmp_path: Path) -> None:
+    """Both ranks of a group copy the request's pages and rings. Groups that add parts have the bits of one server with
+    such groups."""
+    write_checkpoint(tmp_path / "model", replace(PRESETS["tiny"], moe_intermediate_size=512))
+    prompts = [some(("retracted", length), length) for length in (40, 300, 511, 130, 700, 257)]
+    flags = (*FLAGS, *TWO_GROUPS_OF_TWO, "--enable-deterministic-inference", "--num-reserved-decode-tokens", "256")
+    with running_server(tmp_path / "model", tmp_path / "one", *flags, SLEEP_ON_IDLE, env=TAILS) as one:
+        expected = [bits(one.generate(prompt, max_new_tokens=40)) for prompt in prompts]
+    env = TAILS | RETRACTING | transfer_rooms.install(tmp_path / "rooms")
+    with (
+        running_pair(tmp_path / "model", tmp_path, *flags, decode=RADIX, env=env) as pair,
+        ThreadPoolExecutor(len(prompts)) as pool,
+    ):
+        answers = list(pool.map(lambda prompt: bits(pair.generate(prompt, max_new_tokens=40)), prompts))
+        assert answers == expected
+        assert re.search("#retracted_reqs: [1-9]", pair.decode.log)
+        assert_nothing_is_held(tmp_path / "rooms")
+
+
 def assert_nothing_is_held(folder: Path) -> None:
     """No rank of either server holds a room, slot, page or row of metadata for a request."""
     held: dict[str, dict[str, int]] = {}
