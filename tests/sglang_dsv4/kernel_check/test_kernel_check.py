@@ -111,7 +111,8 @@ def test_a_child_and_its_children_end_at_the_limit(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read(); input()"
     begin = time.monotonic()
-    ended = children.run(["-S", "-c", f"{code}\nimport time; time.sleep(60)"], ROOT, log, 1.0)
+    # Ten seconds, as a busy machine may take several to start an interpreter, which must tell its child's number.
+    ended = children.run(["-S", "-c", f"{code}\nimport time; time.sleep(60)"], ROOT, log, 10.0)
     assert ended.status in (None, 1) and time.monotonic() - begin < 20
     sleeper = int(ended.output.split()[0])
     for _ in range(50):
