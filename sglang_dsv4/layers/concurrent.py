@@ -40,7 +40,9 @@ def is_on() -> bool:
     return env.choice(VARIABLE) != "off"
 
 
+@functools.cache
 def _is_blackwell() -> bool:
+    """Whether the process's GPU is a Blackwell: asked once, since a forward without graphs asks some 200 times."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
 
 
@@ -51,8 +53,7 @@ def joint_tokens() -> int:
 
 def joins(tokens: int) -> bool:
     """Whether a forward of so many tokens joins launches."""
-    most = max(joint_launch.MOST_TOKENS.values())  # no question to the driver in larger forwards
-    return tokens <= most and is_on() and tokens <= joint_tokens()
+    return is_on() and tokens <= joint_tokens()
 
 
 @functools.cache

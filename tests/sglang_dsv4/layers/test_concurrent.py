@@ -215,10 +215,13 @@ def test_few_tokens_join_their_launches(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: major is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    concurrent.is_on.cache_clear()
+    answers = concurrent.is_on, concurrent._is_blackwell
+    for answer in answers:
+        answer.cache_clear()
     calls = joint_launch.is_open, None, joint_launch.is_open
     found, products = (concurrent.together(most + more, *calls, products=products) for products in (False, True))
-    concurrent.is_on.cache_clear()
+    for answer in answers:
+        answer.cache_clear()
     joined = word == "on" and not more
     assert found == (joined, None, joined)
     assert products == (found if major != 10 else (False, None, False))
