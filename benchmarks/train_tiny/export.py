@@ -23,7 +23,7 @@ from torch import Tensor
 from sglang_dsv4.cpu.random_checkpoint import Shape, StoredAs, hf_config, stored
 from sglang_dsv4.cpu.random_tokenizer import write_tokenizer_files
 from train_tiny.draft import DraftShape, draft_parameters
-from train_tiny.shape import Parameter, TinyShape, hash_tables, parameters
+from train_tiny.shape import Parameter, TinyShape, hash_tables, parameters, stored_names
 from train_tiny.state import load_state
 
 FORMATS = {"fp8": StoredAs.FP8, "fp4": StoredAs.FP4, "bf16": StoredAs.BF16, "fp32": StoredAs.FP32}
@@ -42,12 +42,9 @@ def tensors_of(masters: dict[str, Tensor], table: dict[str, Parameter]) -> dict[
     found: dict[str, Tensor] = {}
     for name, parameter in table.items():
         value, as_stored = masters[name].float().cpu(), FORMATS[parameter.stored]
-        if ".experts.w" in name:
-            prefix, matrix = name.rsplit(".", 1)
-            for expert, weight in enumerate(value):
-                found |= stored(f"{prefix}.{expert}.{matrix}.weight", weight, as_stored)
-        else:
-            found |= stored(name, value, as_stored)
+        names = stored_names(name, parameter)
+        for each, weight in zip(names, [value] if names == [name] else value, strict=True):
+            found |= stored(each, weight, as_stored)
     return found
 
 

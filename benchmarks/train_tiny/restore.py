@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dsv4_kernels.number_formats import dequantise_fp4_weight, dequantise_fp8_weight
-from train_tiny.shape import TinyShape, parameters
+from train_tiny.shape import TinyShape, parameters, stored_names
 from train_tiny.state import save_state
 
 
@@ -36,16 +36,12 @@ def masters_of(checkpoint: Path, shape: TinyShape) -> dict[str, Tensor]:
         stored |= load_file(file)
     found = {}
     for name, parameter in parameters(shape).items():
-        if ".experts.w" in name:
-            prefix, matrix = name.rsplit(".", 1)
-            parts = [f"{prefix}.{expert}.{matrix}.weight" for expert in range(parameter.shape[0])]
-        else:
-            parts = [name]
+        parts = stored_names(name, parameter)
         missing = [part for part in parts if part not in stored]
         if missing:
             raise ValueError(f"{checkpoint} has no {missing[0]}: a checkpoint with the MTP module of {shape} is needed")
         values = [_dequantised(part, stored, parameter.stored) for part in parts]
-        found[name] = torch.stack(values) if ".experts.w" in name else values[0]
+        found[name] = values[0] if parts == [name] else torch.stack(values)
         if found[name].shape != parameter.shape:
             raise ValueError(f"{checkpoint}: {name} is {list(found[name].shape)}; expected {list(parameter.shape)}")
     return found

@@ -92,6 +92,14 @@ def parameters(s: TinyShape) -> dict[str, Parameter]:
     return found
 
 
+def stored_names(name: str, parameter: Parameter) -> list[str]:
+    """The names of a parameter's tensors in a checkpoint: its own, or a name for each expert of a stack."""
+    if ".experts.w" not in name:
+        return [name]
+    prefix, of_expert = name.rsplit(".", 1)
+    return [f"{prefix}.{expert}.{of_expert}.weight" for expert in range(parameter.shape[0])]
+
+
 def ones(dim: int) -> Parameter:
     """A norm's weight."""
     return Parameter((dim,), "bf16", mean=1.0)
