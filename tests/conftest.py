@@ -3,6 +3,8 @@ processes."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import logging
@@ -239,10 +241,30 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return (yield)
 
 
+def resident_bytes() -> int:
+    """Return this process's resident memory; 0 where it is not known."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+RESIDENT = pytest.StashKey[int]()
+GROWTH = 512 << 20
+
+
+def return_freed_memory(config: pytest.Config) -> None:
+    """Give freed memory back to the system when the process has grown: the allocator keeps up to 3 GB after kernels
+    have been compiled, and the tests' processes and servers share 24 GB."""
+    if resident_bytes() > config.stash.get(RESIDENT, 0) + GROWTH:
+        with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        config.stash[RESIDENT] = resident_bytes()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after the test's fixtures are torn down
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail a test that leaves the root logger at another level: later tests that count records would fail."""
     result = yield
+    return_freed_memory(item.config)
     root, before = logging.getLogger(), item.stash[ROOT_LEVEL]
     if root.level != before:
         left = root.level
@@ -256,16 +278,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Replace `--dist load`, the default; another `--dist` is left alone."""
     if config.getoption("dist") != "load":
         return None
-    from xdist.scheduler import LoadScopeScheduling
+    from selection.units import Units
 
-    class Units(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
-
-        def _assign_work_unit(self, node: Any) -> None:
-            if config.getoption("shard") is None:  # a shard has an order of its own
-                first = min(self.workqueue, key=lambda unit: LONG.index(unit) if unit in LONG else len(LONG))
-                self.workqueue.move_to_end(first, last=False)
-            super()._assign_work_unit(node)
-
-    return Units(config, log)
+    order = {unit: place for place, unit in enumerate(LONG)}
+    in_order = config.getoption("shard") is not None  # a shard has an order of its own
+    return Units(config, log, unit_of, None if in_order else lambda unit: order.get(unit, len(order)))

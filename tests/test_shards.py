@@ -76,3 +76,34 @@ def test_files_that_the_distribution_names_exist() -> None:
     named = {text for text in strings if isinstance(text, str) and text.startswith("tests/") and " " not in text}
     assert len(named) > 10
     assert not [text for text in named if not (ROOT / text).exists()]
+
+
+def test_the_end_of_a_process_costs_one_test(tmp_path: Path) -> None:
+    """Of each file one test ends its process: killed, or by the limit of a test's time. All others run once."""
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nfaulthandler_timeout = 3\nfaulthandler_exit_on_timeout = true\n"
+        f"pythonpath = {ROOT / 'tests' / 'lib'}\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "import pathlib, pytest\n"
+        "from selection.units import Units\n"
+        "def pytest_xdist_make_scheduler(config, log):\n"
+        "    return Units(config, log, lambda nodeid: nodeid.split('::')[0])\n"
+        "def pytest_runtest_setup(item):\n"
+        "    with pathlib.Path(__file__).with_name('ran').open('a') as ran:\n"
+        "        ran.write(item.name + '\\n')\n"
+    )
+    ends = "os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)", "os.kill(os.getpid(), signal.SIGKILL)"
+    names = []
+    for file, (count, last) in enumerate(zip((1, 3, 4), (0, 2, 1), strict=True)):
+        lines = ["import os, signal, time"]
+        for test in range(count):
+            lines.append(f"def test_{file}_{test}(): {ends[file] if test == last else 'pass'}")
+            names.append(f"test_{file}_{test}")
+        (tmp_path / f"test_{file}.py").write_text("\n".join(lines))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DSV4_TESTS_"))}
+    command = [sys.executable, "-m", "pytest", "-n2", "-p", "no:cacheprovider"]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert "3 failed, 5 passed" in result.stdout, result.stdout
+    assert "crashed while running 'test_1.py::test_1_2'" in result.stdout and "test_1.py" in result.stderr
+    assert sorted((tmp_path / "ran").read_text().split()) == names

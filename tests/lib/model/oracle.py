@@ -325,7 +325,8 @@ class TransformersOracle:
         for module in self.model.modules():
             if type(module).__name__ == "DeepseekV4RotaryEmbedding":
                 module.__init__(hf_config)
-        missing, unexpected = self.model.load_state_dict(transformers_state(config, weights), strict=False)
+        # The model shares the tensors of `weights`; a copy of a checkpoint of real dimensions would be 2 GB.
+        missing, unexpected = self.model.load_state_dict(transformers_state(config, weights), strict=False, assign=True)
         if missing or unexpected:
             raise ValueError(f"transformers: missing {missing}, unexpected {unexpected}")
         self.config = config
