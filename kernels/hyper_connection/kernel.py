@@ -278,7 +278,8 @@ class HyperConnection(Products):
         channel, in_group = self.first_channel(rank, thread), self.token_of(thread)
         token = first + in_group
         cta, _, _ = cute.arch.block_idx()
-        x = self.new_streams(args, token, channel, thread, cta)
+        buffer = self.buffer_of(args, cta) if plan.ranks else Int32(0)
+        x = self.new_streams(args, token, channel, thread, cta, buffer)
         if const_expr(plan.teams == 1):
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
         self.add_up(shared, team, x, lane, warp)
@@ -287,7 +288,7 @@ class HyperConnection(Products):
         self.sync(team)
         if const_expr(plan.ranks > 0):
             if thread == 0:
-                self.next_buffer(args, cta)
+                self.next_buffer(args, cta, buffer)
         if const_expr(plan.teams == 1):
             cute.arch.cluster_wait()  # all CTAs of the cluster have started and set up their mbarriers
         sums_there = address_of(shared.sums_there, team, 8)

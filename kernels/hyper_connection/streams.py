@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import bf16_rows, ptx
+from dsv4_kernels.device.peer_words import time_limit_of
 from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if
 from dsv4_kernels.hyper_connection.parts import Parts
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, AnyArguments, Plan
@@ -32,17 +33,20 @@ class Streams(Parts):
         in_warp = unit // 2 * (2 * QUAD * CHANNELS) + unit % 2 * CHANNELS + lane % QUAD * (2 * CHANNELS)
         return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
-    def new_streams(self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32) -> cute.Tensor:
+    def new_streams(
+        self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32, buffer: Int32
+    ) -> cute.Tensor:
         """This thread's channels of the new streams, or of the old ones without `post`: [run][stream][word], two bf16 a
         word.
 
         All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
-        parts are awaited after that.
+        parts are awaited after that, run by run. `buffer` is the mailboxes'.
         """
         plan = self.plan
         if plan.ranks:
-            place = self.place_in_mailbox(args, thread, cta)
-            self.send_part(args, token, channel, place)
+            part = self.load_part(args, token, channel)
+            in_mailbox = self.place_in_mailbox(args, thread, cta, buffer)
+            self.send_part(args, token, part, in_mailbox)
         x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
         exists = args.num_tokens - token
         source = args.streams + Int64(token) * args.streams_stride + channel * 2
@@ -61,11 +65,14 @@ class Streams(Parts):
             weights = ptx.load_or_zeros(Float32, 4, post, exists, "gt.s32", cache="")
             rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
         if plan.ranks:
-            y = self.sum_of_parts(args, token, place)
+            polled = self.poll_run(args, token, in_mailbox, 0)
+            time_limit = time_limit_of(args.peers)
         for run in range(plan.runs):
             outputs, words = loaded[run]
             if plan.ranks:
-                outputs = tuple(y[run * plan.run_words + w] for w in range(plan.run_words))
+                outputs = self.sum_of_run(args, token, in_mailbox, run, polled, time_limit)
+                if run + 1 < plan.runs:
+                    polled = self.poll_run(args, token, in_mailbox, run + 1)
             if plan.post:
                 words = self.written_back(outputs, words, weights, rows)
                 for s in range(STREAMS):
