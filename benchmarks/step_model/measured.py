@@ -12,6 +12,7 @@ from lib.experts_inputs import MODELS, Model
 from lib.fp8_layers import LAYERS as FP8_LAYERS
 from lib.invariant_linear_layers import LAYERS as FP32_LAYERS
 
+from dsv4_kernels.hyper_connection.gpu import MOST_TOKENS_OF_ONE_CTA
 from dsv4_kernels.linear.gpu import TILES
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
@@ -119,8 +120,10 @@ def boundaries_of_parts() -> Iterator[Case]:
     for ranks in (2, 4):
         document, gpu = _read(f"boundary_h200_x{ranks}")
         for size in document["sizes"]:
-            launch = rows.boundary_of_parts("boundary", size["rows"], document["dim"], ranks, gpu)
-            yield Case(f"{ranks} ranks, {size['rows']} rows", size["us"]["fused"], (launch,), gpu.clocks_us)
+            tokens, us = size["rows"], size["us"]
+            launch = rows.boundary_of_parts("boundary", tokens, document["dim"], ranks, gpu, in_turn=True)
+            key = "fused_wide" if tokens <= MOST_TOKENS_OF_ONE_CTA else "fused"  # today's choice
+            yield Case(f"{ranks} ranks, {tokens} rows", us[key], (launch,), gpu.clocks_us)
 
 
 def wo_a() -> Iterator[Case]:

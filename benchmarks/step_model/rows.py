@@ -82,17 +82,19 @@ def boundary(name: str, tokens: int, dim: int, gpu: Gpu, plan: Plan | None = Non
     fn = PRE_ROWS * STREAMS * dim * 4
     rows = tokens * dim * (2 + 2 * STREAMS * 2 + 3)
     reads = min(groups, at_once) if keeps else groups
+    of_fn, of_rows = (1 if keeps else rounds) * fn / CLUSTER, rows / (min(groups, at_once) * CLUSTER)
+    first_fn = (0.5 if keeps else plan.stages / STREAMS) * fn / CLUSTER
     return Launch(
         name,
         ctas=min(groups * CLUSTER, gpu.multiprocessors),
         memory=fn,
         l2=reads * fn + rows,
-        busiest=(1 if keeps else rounds) * fn / CLUSTER + rows / (min(groups, at_once) * CLUSTER),
+        busiest=of_fn + of_rows,
         instructions=BOUNDARY_INSTRUCTIONS[plan.tokens] * (rounds / 2 if keeps else 1),
         chain=-INTERLEAVED_CLOCKS[plan.tokens] if plan.side_by_side > 1 else 0.0,
         from_memory=1,
         from_l2=2,
-        ahead=1.0 if tokens <= 16 else 0.5 if keeps else plan.stages / STREAMS,
+        ahead=first_fn / (of_fn + of_rows),
         waves=rounds,
     )
 
@@ -116,9 +118,26 @@ def sum_over_ranks(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> La
 
 
 def boundary_of_parts(
-    name: str, tokens: int, dim: int, ranks: int, gpu: Gpu, plan: Plan | None = None, at_once: int = 0
+    name: str,
+    tokens: int,
+    dim: int,
+    ranks: int,
+    gpu: Gpu,
+    plan: Plan | None = None,
+    at_once: int = 0,
+    in_turn: bool = False,
 ) -> Launch:
-    """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts."""
+    """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts.
+
+    Args:
+        name, tokens, dim, gpu, plan, at_once: as for `boundary`.
+        ranks: that sum.
+        in_turn: whether the kernel is that of before 2026-11-28, in which more loads from L2 were one after the other:
+            the number of the buffer before the part, and again before the sums of a cluster; and every run's polls.
+    """
     alone = boundary(name, tokens, dim, gpu, plan, at_once)
     parts = sum_over_ranks(name, tokens, dim, ranks, gpu)
+    if in_turn:
+        plan = plan or hyper_connection.chosen(tokens, dim, PRE_ROWS, True, False, True)
+        alone = replace(alone, from_l2=alone.from_l2 + 1 + plan.runs)
     return replace(alone, crossings=1, link=parts.link, waits_for_link=True, l2=alone.l2 + parts.l2)
