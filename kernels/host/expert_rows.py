@@ -33,7 +33,7 @@ class ExpertRows:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a kernel reads."""
+        """The tensors that a kernel reads."""
         return self.rows, self.experts, self.slot_of_pair, self.shared
 
     @property

@@ -279,7 +279,7 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
 
 
 def rows_to_sum(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor) -> ExpertRows:
-    """What `sum_products` sums, for a boundary that sums it; arguments as for `sum_products`."""
+    """The rows that `sum_products` sums, for a boundary that sums them; arguments as for `sum_products`."""
     total = partial(sum_products, slot_rows, work, dtype, shared)
     return ExpertRows(slot_rows, work.experts, work.listed.slot_of_pair, shared, dtype, total)
 

@@ -121,7 +121,7 @@ def test_rows_beyond_32_bits(kernel: str) -> None:
 
 
 def test_it_may_begin_early(kernel: str) -> None:
-    """It reads nothing but fn before the wait, and the lists if it is told to."""
+    """Before the wait it reads fn only, and the lists if it is told to."""
     i, of_sum = case(3)
     expected = boundary(kernel, of_sum, 2)
     with launched_early():
