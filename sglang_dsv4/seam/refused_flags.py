@@ -343,11 +343,6 @@ def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view 
         )
     if sequence_parallel_is_on():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL {beside}: unset it")
-    if records_prefills(arguments.cuda_graph_backend_prefill):
-        raise ValueError(
-            f"sglang-dsv4 does not support --cuda-graph-backend-prefill breakable {beside}: a recorded prefill has the "
-            "rows of one group; leave it out"
-        )
     if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
     if envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
@@ -393,10 +388,29 @@ def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's vi
         )
 
 
-def records_prefills(backend: str | None) -> bool:
-    """Whether a server with this backend records CUDA graphs of prefills. A backend that `--cuda-graph-config` names is
-    known only when graphs are recorded, and refused there (`warmup.prefill_graphs`)."""
-    return backend == "breakable"
+BESIDE_RECORDED_PREFILLS = (
+    Refusal(
+        "--pp-size",
+        above(1),
+        "a recorded prefill begins with token ids and ends with the model's last layer; leave one of the two out",
+    ),
+    Refusal("--attn-dp-size", above(1), "a recorded prefill has the rows of one group; leave one of the two out"),
+)
+"""Refused with CUDA graphs of prefills."""
+
+
+def refuse_with_recorded_prefills(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for flags and variables that CUDA graphs of prefills can't be combined with, whichever flag asks for them.
+
+    Raises:
+        ValueError: names the flag or variable and its value, and why.
+    """
+    from sglang.srt.environ import envs
+
+    beside = " with CUDA graphs of prefills (backend `breakable`)"
+    _refuse(arguments, BESIDE_RECORDED_PREFILLS, beside)
+    if envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get():
+        raise ValueError(f"sglang-dsv4 does not support SGLANG_MEMORY_SAVER_CUDA_GRAPH{beside}: unset it")
 
 
 WITH_STAGES = (
@@ -413,11 +427,6 @@ WITH_STAGES = (
     ),
     Refusal("--enable-prefill-delayer", bool, "it needs overlapped scheduling, which stages do not have; leave it out"),
     Refusal("--enable-return-hidden-states", bool, "SGLang's stages do not exchange them; leave it out"),
-    Refusal(
-        "--cuda-graph-backend-prefill",
-        records_prefills,
-        "a recorded prefill begins with token ids and ends with the model's last layer; leave it out",
-    ),
 )
 """Refused with --pp-size above 1."""
 

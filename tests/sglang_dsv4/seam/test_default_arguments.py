@@ -151,7 +151,6 @@ GROUPS = {"tp_size": 4, "attn_dp_size": 2}
             r"--speculative-num-draft-tokens 3 .* multiple of 2",
         ),
         ({"enable_dp_attention_local_control_broadcast": True}, r"local-control-broadcast with --attn-dp-size 2"),
-        ({"cuda_graph_backend_prefill": "breakable"}, r"--cuda-graph-backend-prefill breakable with --attn-dp-size 2"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -298,7 +297,6 @@ BETWEEN_STAGES = {
     "scheduler_recv_interval": 2,
     "enable_prefill_delayer": True,
     "enable_return_hidden_states": True,
-    "cuda_graph_backend_prefill": "breakable",
 }
 
 
