@@ -63,7 +63,7 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
     """
     from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
 
-    from sglang_dsv4.seam.refused_flags import refuse_with_recorded_prefills
+    from sglang_dsv4.seam.refused_combinations import refuse_with_recorded_prefills
 
     arguments = compat.resolving_view(server_args)
     hf_config = compat.model_config_of(server_args).hf_config
