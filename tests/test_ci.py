@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAKE = """#!/bin/sh
 echo "asked: $*"
+[ -z "$LEFT" ] || sleep "$LEFT" &
 case $1 in
 test) echo "===== 3 passed, 1 skipped in 2.00s ====="; exit ${RC_TEST:-0} ;;
 lint) echo "All checks passed!"; exit ${RC_LINT:-0} ;;
@@ -50,3 +52,10 @@ def test_any_failure_fails_and_the_rest_still_runs(tmp_path: Path, failing: str)
     done = run(tmp_path, **{failing: "2"})
     assert done.returncode == 1 and done.stdout.count("asked: ") == 4
     assert done.stdout.count("exit status 2") == 1
+
+
+def test_a_process_that_is_left_behind_delays_nothing(tmp_path: Path) -> None:
+    """Servers outlive a process of the tests that the kernel has ended, and hold its output."""
+    begin = time.monotonic()
+    assert run(tmp_path, LEFT="40").returncode == 0
+    assert time.monotonic() - begin < 30

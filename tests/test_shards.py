@@ -79,7 +79,7 @@ def test_files_that_the_distribution_names_exist() -> None:
 
 
 def test_the_end_of_a_process_costs_one_test(tmp_path: Path) -> None:
-    """Of each file one test ends its process: killed, or by the limit of a test's time. All others run once."""
+    """One test of each file ends its process: killed, or by the limit of a test's time. All others run once."""
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nfaulthandler_timeout = 3\nfaulthandler_exit_on_timeout = true\n"
         f"pythonpath = {ROOT / 'tests' / 'lib'}\n"

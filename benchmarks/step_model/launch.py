@@ -42,8 +42,8 @@ class Launch:
     link: float = 0.0
     """Bytes that leave this GPU."""
     waits_for_link: bool = False
-    """Whether the stream needs all bytes from the other GPUs, except for its share `ahead`, which is asked for before and
-    arrives while these bytes travel."""
+    """Whether the stream needs all bytes from the other GPUs, except for its share `ahead`, which is asked for before
+    and arrives while these bytes travel."""
 
 
 def parts_us(launch: Launch, gpu: Gpu, early: bool) -> dict[str, float]:

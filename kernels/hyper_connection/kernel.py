@@ -114,8 +114,13 @@ class HyperConnection(Products):
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed(aligned=True)
         if warp < plan.teams * plan.warps:
+            slots, token = [], cluster * plan.tokens + self.token_of(thread)
+            if const_expr(plan.reads_ahead):
+                slots = self.slots(args, token)
             dependent_launch.begin()
-            self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster)
+            if const_expr(plan.experts > 0 and not plan.reads_ahead):
+                slots = self.slots(args, token)
+            self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster, slots)
         else:
             team, lane = warp - plan.teams * plan.warps, thread % WARP
             if team == 0:
@@ -247,18 +252,25 @@ class HyperConnection(Products):
 
     @cute.jit
     def compute(
-        self, args: AnyArguments, shared: cutlass.Constexpr, thread: Int32, team: Int32, rank: Int32, cluster: Int32
+        self,
+        args: AnyArguments,
+        shared: cutlass.Constexpr,
+        thread: Int32,
+        team: Int32,
+        rank: Int32,
+        cluster: Int32,
+        slots: list,
     ) -> None:
         """The role of a thread that has channels."""
         plan = self.plan
         if const_expr(plan.teams == 1):
-            self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0))
+            self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0), slots)
         else:
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
             cute.arch.cluster_wait()
             group, step, phase = self.first_group(cluster, team), self.group_step(), Int32(0)
             while group * plan.tokens < args.num_tokens:
-                self.group(args, shared, thread, team, rank, group * plan.tokens, phase)
+                self.group(args, shared, thread, team, rank, group * plan.tokens, phase, slots)
                 group, phase = group + step, phase ^ 1
 
     @cute.jit
@@ -271,6 +283,7 @@ class HyperConnection(Products):
         rank: Int32,
         first: Int32,
         phase: Int32,
+        slots: list,
     ) -> None:
         """Processes a thread's channels of one token group."""
         plan = self.plan
@@ -279,7 +292,7 @@ class HyperConnection(Products):
         token = first + in_group
         cta, _, _ = cute.arch.block_idx()
         buffer = self.buffer_of(args, cta) if plan.ranks else Int32(0)
-        x = self.new_streams(args, token, channel, thread, cta, buffer)
+        x = self.new_streams(args, token, channel, thread, cta, buffer, slots)
         if const_expr(plan.teams == 1):
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
         self.add_up(shared, team, x, lane, warp)

@@ -23,10 +23,11 @@ from dsv4_kernels.device import bf16_rows, ptx
 from dsv4_kernels.device.peer_words import EMPTY, poll_parts, sendable, store, total, wait_for_parts
 from dsv4_kernels.host.mailboxes import VECTOR_BYTES
 from dsv4_kernels.hyper_connection.arithmetic import load_words_if
+from dsv4_kernels.hyper_connection.experts import Experts
 from dsv4_kernels.hyper_connection.plan import ArgumentsOfParts, Plan
 
 
-class Parts:
+class Parts(Experts):
     """Methods of a thread of a plan with ranks."""
 
     plan: Plan
@@ -48,9 +49,13 @@ class Parts:
         sender_bytes = plan.sender_threads * VECTOR_BYTES
         return place + piece // side_by_side * args.peers.place_bytes + in_place + sender * sender_bytes
 
-    def load_part(self, args: ArgumentsOfParts, token: Int32, channel: Int32) -> list:
-        """This thread's channels of this rank's part, as words of each piece; zeros after the last token."""
+    def load_part(self, args: ArgumentsOfParts, token: Int32, channel: Int32, slots: list) -> list:
+        """This thread's channels of this rank's part, as words of each piece; zeros after the last token. With experts
+        the part is the sum of their rows."""
         plan = self.plan
+        if plan.experts:
+            words = self.sum_over_experts(args, token, channel, slots)
+            return [words[first : first + plan.piece_words] for first in range(0, len(words), plan.piece_words)]
         size = 4 if plan.fp32_parts else 2
         part = args.y + Int64(token) * args.y_stride + channel * size
         pieces = []

@@ -34,17 +34,25 @@ class Streams(Parts):
         return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
     def new_streams(
-        self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32, buffer: Int32
+        self,
+        args: AnyArguments,
+        token: Int32,
+        channel: Int32,
+        thread: Int32,
+        cta: Int32,
+        buffer: Int32,
+        slots: list,
     ) -> cute.Tensor:
         """This thread's channels of the new streams, or of the old ones without `post`: [run][stream][word], two bf16 a
         word.
 
         All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
-        parts are awaited after that, run by run. `buffer` is the mailboxes'.
+        parts are awaited after that, run by run; `buffer` is the mailboxes'. With experts, the rows of a part are
+        loaded and added first, those of an output are loaded last.
         """
         plan = self.plan
         if plan.ranks:
-            part = self.load_part(args, token, channel)
+            part = self.load_part(args, token, channel, slots)
             in_mailbox = self.place_in_mailbox(args, thread, cta, buffer)
             self.send_part(args, token, part, in_mailbox)
         x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
@@ -57,7 +65,7 @@ class Streams(Parts):
             step = run * plan.run_step * 2
             places = [source + args.stream_stride * s + step for s in range(STREAMS)]
             words = [load_words_if(exists, place, plan.run_words) for place in places]
-            loads_output = plan.post and not plan.ranks
+            loads_output = plan.post and not plan.ranks and not plan.experts
             loaded.append((load_words_if(exists, output + step, plan.run_words) if loads_output else (), words))
         if plan.post:
             post = args.post + Int64(token) * args.post_stride
@@ -67,12 +75,16 @@ class Streams(Parts):
         if plan.ranks:
             polled = self.poll_run(args, token, in_mailbox, 0)
             time_limit = time_limit_of(args.peers)
+        elif plan.experts:
+            y = self.sum_over_experts(args, token, channel, slots)
         for run in range(plan.runs):
             outputs, words = loaded[run]
             if plan.ranks:
                 outputs = self.sum_of_run(args, token, in_mailbox, run, polled, time_limit)
                 if run + 1 < plan.runs:
                     polled = self.poll_run(args, token, in_mailbox, run + 1)
+            elif plan.experts:
+                outputs = tuple(y[run * plan.run_words + w] for w in range(plan.run_words))
             if plan.post:
                 words = self.written_back(outputs, words, weights, rows)
                 for s in range(STREAMS):

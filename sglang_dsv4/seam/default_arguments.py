@@ -15,7 +15,7 @@ from sglang_dsv4.model_config.config import Config
 from sglang_dsv4.requests.chat import reasoning_effort
 from sglang_dsv4.requests.refused import grammars
 from sglang_dsv4.requests.tool_calls import output_parser
-from sglang_dsv4.seam import compat, install, moe_runner, refused_flags, self_check
+from sglang_dsv4.seam import compat, install, moe_runner, refused_combinations, refused_flags, self_check
 from sglang_dsv4.seam.hook_kinds import NAME
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         arguments = compat.resolving_view(server_args)
         checkpoint_files.require_same_config(model_config, arguments.decrypted_config_file)
         refused_flags.refuse_unsupported_arguments(arguments, hf_config)
+        refused_combinations.refuse_combinations(arguments)
         refused_flags.refuse_ranks(arguments, Config.from_hf(hf_config))
         refused_flags.refuse_other_quantization(server_args, hf_config)
         choose_effort_tiers(arguments, hf_config)

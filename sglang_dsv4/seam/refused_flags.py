@@ -72,8 +72,6 @@ CHOOSE_CARDS = "CUDA_VISIBLE_DEVICES chooses the GPUs, SGLANG_CPU_OMP_THREADS_BI
 PARSERS = "the model's thoughts and calls would stay text: take deepseek-v4 and deepseekv4, or auto"
 OUR_CHECKS = "its requests would not pass this package's checks; use HTTP, or the native server of --grpc-port"
 OTHER_PROCESSES = "no plugin is loaded there, so requests and tool calls would not pass this package's checks"
-UNTESTED = "it was never tested between servers; leave it out"
-BETWEEN_STAGES = "it was never tested between stages; leave it out"
 OUR_DRAFT = "a draft has the target's caches, kernels and vocabulary, and a fixed number of steps; leave it out"
 TARGET_DECIDES = "a draft is accepted by the target's probabilities alone; leave it out"
 
@@ -297,139 +295,8 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
             "sglang-dsv4 does not support --enable-watermark with --speculative-algorithm: drafts with marks were "
             "never checked. Leave one of the two out."
         )
-    refuse_with_groups(arguments)
-    refuse_with_stages(arguments)
-    if arguments.disaggregation_mode != "null":
-        refuse_with_transfers(arguments)
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
-
-
-def refuse_with_groups(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for flags and variables that attention data parallelism can't be combined with.
-
-    Raises:
-        ValueError: names the flag or variable, and what to do.
-    """
-    from sglang.srt.environ import envs
-
-    groups, ranks = arguments.attn_dp_size, arguments.tp_size
-    rooms_choose = arguments.load_balance_method == "follow_bootstrap_room"
-    if rooms_choose and arguments.disaggregation_mode == "null" and groups * arguments.dp_size > 1:
-        raise ValueError(
-            "sglang-dsv4 does not support --load-balance-method follow_bootstrap_room without --disaggregation-mode: a "
-            "request without a room would end the server; leave it out"
-        )
-    if groups == 1:
-        return
-    if groups < 1 or ranks % groups:
-        raise ValueError(f"--attn-dp-size must divide --tp-size: got {groups} and {ranks}")
-    of_group, drafts = ranks // groups, arguments.speculative_num_draft_tokens or 1
-    beside = f"with --attn-dp-size {groups}"
-    if arguments.speculative_algorithm == "DSPARK" and of_group > 1:
-        raise ValueError(
-            f"sglang-dsv4 does not support --speculative-algorithm DSPARK {beside} and --tp-size {ranks}: SGLang "
-            f"drafts with one rank a group. Use --attn-dp-size {ranks}, or leave the drafts out."
-        )
-    if arguments.speculative_algorithm is not None and drafts % of_group:
-        raise ValueError(
-            f"sglang-dsv4 does not support --speculative-num-draft-tokens {drafts} {beside} and --tp-size {ranks}: a "
-            f"group's {of_group} ranks share the rows of a step. Use a multiple of {of_group}."
-        )
-    if arguments.enable_dp_attention_local_control_broadcast:
-        raise ValueError(
-            f"sglang-dsv4 does not support --enable-dp-attention-local-control-broadcast {beside}: all ranks answer a "
-            "control request together; leave it out"
-        )
-    if sequence_parallel_is_on():
-        raise ValueError(f"sglang-dsv4 does not support SGLANG_DSV4_SEQUENCE_PARALLEL {beside}: unset it")
-    if records_prefills(arguments.cuda_graph_backend_prefill):
-        raise ValueError(
-            f"sglang-dsv4 does not support --cuda-graph-backend-prefill breakable {beside}: a recorded prefill has the "
-            "rows of one group; leave it out"
-        )
-    if envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get():
-        raise ValueError(f"sglang-dsv4 does not support SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION {beside}: unset it")
-    if envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
-        raise ValueError(
-            f"sglang-dsv4 does not support SGLANG_SCHEDULER_SKIP_ALL_GATHER {beside}: a forward needs the rows of all "
-            "groups; unset it"
-        )
-
-
-BETWEEN_SERVERS = (
-    Refusal(
-        "--disaggregation-transfer-backend",
-        other_than("mooncake", "mooncake_tcp", "nixl"),
-        "only Mooncake's and NIXL's transfers were tested; use mooncake, mooncake_tcp or nixl",
-    ),
-    Refusal("--disaggregation-decode-allocation-policy", other_than("early"), UNTESTED),
-    *flags("--disaggregation-decode-enable-offload-kvcache --disaggregation-enable-kv-checksum", bool, UNTESTED),
-    Refusal(
-        "--disaggregation-decode-retraction-backup",
-        other_than(None, "cpu_tensor"),
-        "a retracted request is copied to the host, pages and rings; leave it out",
-    ),
-    Refusal("--disaggregation-decode-host-receive-threshold", other_than(1, 1.0), UNTESTED),
-    *flags("--optimistic-prefill-attempts", above(0), UNTESTED),
-    Refusal("--nnodes", above(1), "start a pair of servers for each host; leave it out"),
-    Refusal("--enable-memory-saver", bool, UNTESTED),
-)
-"""Refused with --disaggregation-mode."""
-
-
-def refuse_with_transfers(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for flags that a prefill or decode server can't have.
-
-    Raises:
-        ValueError: names the flag, its value and why.
-    """
-    mode = f"with --disaggregation-mode {arguments.disaggregation_mode}"
-    _refuse(arguments, BETWEEN_SERVERS, f" {mode}")
-    if arguments.disaggregation_mode == "decode" and arguments.enable_hierarchical_cache:
-        raise ValueError(
-            f"sglang-dsv4 does not support --enable-hierarchical-cache {mode}: a decode server computes no prompt that "
-            "could continue a stored prefix. Give the flag to the prefill server."
-        )
-
-
-def records_prefills(backend: str | None) -> bool:
-    """Whether a server with this backend records CUDA graphs of prefills. A backend that `--cuda-graph-config` names is
-    known only when graphs are recorded, and refused there (`warmup.prefill_graphs`)."""
-    return backend == "breakable"
-
-
-WITH_STAGES = (
-    Refusal("--speculative-algorithm", other_than(None), "a draft would need the last stage's rows on the first"),
-    Refusal("--disaggregation-mode", other_than("null"), "a request's pages would come from all stages"),
-    *flags("--dp-size --attn-dp-size", above(1), BETWEEN_STAGES),
-    Refusal("--hicache-storage-backend", other_than(None, "file"), "only files were tested between stages; use file"),
-    *flags("--pp-async-batch-depth", above(0), BETWEEN_STAGES),
-    *flags("--enable-dynamic-chunking --enable-memory-saver", bool, BETWEEN_STAGES),
-    Refusal(
-        "--scheduler-recv-interval",
-        above(1),
-        "a stage that skips a turn leaves what the stage before has sent, and both wait for ever; leave it out",
-    ),
-    Refusal("--enable-prefill-delayer", bool, "it needs overlapped scheduling, which stages do not have; leave it out"),
-    Refusal("--enable-return-hidden-states", bool, "SGLang's stages do not exchange them; leave it out"),
-    Refusal(
-        "--cuda-graph-backend-prefill",
-        records_prefills,
-        "a recorded prefill begins with token ids and ends with the model's last layer; leave it out",
-    ),
-)
-"""Refused with --pp-size above 1."""
-
-
-def refuse_with_stages(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
-    """Raise for flags that the stages of a pipeline can't be combined with.
-
-    Raises:
-        ValueError: names the flag, its value and why.
-    """
-    if arguments.pp_size > 1:
-        _refuse(arguments, WITH_STAGES, f" with --pp-size {arguments.pp_size}")
 
 
 def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLang's view of it
@@ -449,11 +316,6 @@ def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLa
         raise ValueError(f"sglang-dsv4 can't serve this checkpoint in {arguments.pp_size} stages: {error}") from error
 
 
-def sequence_parallel_is_on() -> bool:
-    """Whether the environment shards the rows of prefills; the module that does so imports SGLang's layers."""
-    return env.choice("SGLANG_DSV4_SEQUENCE_PARALLEL") in ("on", "attention")
-
-
 def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SGLang's view of it
     """Raise for a flag of :data:`REFUSALS`, and on a CPU for one of :data:`ON_A_CPU`.
 
@@ -464,12 +326,12 @@ def refuse(arguments: Any, as_given: bool = False) -> None:  # ServerArgs, or SG
     Raises:
         ValueError: names the flag, its value and why.
     """
-    _refuse(arguments, (*REFUSALS, *(AS_GIVEN if as_given else ())), "")
+    refuse_first(arguments, (*REFUSALS, *(AS_GIVEN if as_given else ())), "")
     if arguments.device == "cpu":
-        _refuse(arguments, ON_A_CPU, " on a CPU")
+        refuse_first(arguments, ON_A_CPU, " on a CPU")
 
 
-def _refuse(arguments: Any, refusals: Sequence[Refusal], where: str) -> None:
+def refuse_first(arguments: Any, refusals: Sequence[Refusal], where: str) -> None:
     """Raise for the first of these refusals that holds; `where` follows the flag in the message."""
     for refusal in refusals:
         value = getattr(arguments, refusal.argument)

@@ -33,6 +33,7 @@ from sglang_dsv4.seam import compat
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.cuda_graph_config import PhaseConfig
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
@@ -42,6 +43,10 @@ VERIFY_EPILOGUE = "SGLANG_DSV4_VERIFY_EPILOGUE"
 
 BREAKABLE, DISABLED = "breakable", "disabled"
 """Backends of SGLang's CUDA graphs; graphs of prefills are `breakable`."""
+FEWEST_PREFILL_TOKENS = 256
+"""Fewest tokens of a graph by default, if chunks are not shorter."""
+MOST_PREFILL_TOKENS = 8192
+"""Most tokens of a graph where prompts are not divided into chunks."""
 _OPTIONS = frozenset({Option.FP8_WO_A, Option.FP8_LINEAR})
 """Options that are decided when the model is built, after graphs are decided: their ops must always be capturable."""
 
@@ -53,9 +58,12 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
     flag or by --cuda-graph-config, `cuda_graph_backend_prefill` tells `prefill_graphs`.
 
     Raises:
-        ValueError: the user asks for graphs, which can't be captured; names the ops.
+        ValueError: the user asks for graphs, which can't be captured, or for graphs of prefills beside a flag that
+            excludes them or of too few tokens; names the ops, the flag or the sizes.
     """
     from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
+
+    from sglang_dsv4.seam.refused_combinations import refuse_with_recorded_prefills
 
     arguments = compat.resolving_view(server_args)
     hf_config = compat.model_config_of(server_args).hf_config
@@ -78,9 +86,41 @@ def resolve_cuda_graphs(server_args: ServerArgs, previous: Callable[[ServerArgs]
                 f"can't be captured. Leave out --cuda-graph-backend-{phase} and the backend of --cuda-graph-config."
             )
     if graphs.prefill.backend == BREAKABLE:
+        refuse_with_recorded_prefills(arguments)
+        prefill_sizes(graphs.prefill)  # refuses sizes that can't be recorded before the weights are loaded
         graphs = with_phase(graphs, Phase.PREFILL, backend=DISABLED)
         ours = {"cuda_graph_config": graphs, "cuda_graph_backend_prefill": BREAKABLE}
         compat.declare_resolution(server_args, "sglang_dsv4", **ours)
+
+
+def default_prefill_sizes(most: int) -> list[int]:
+    """The numbers of tokens that are recorded for chunks of up to `most`: two in each octave, in rising order."""
+    found = {most}
+    size = most
+    while size // 2 >= FEWEST_PREFILL_TOKENS:
+        found |= {size // 2, size // 4 * 3}
+        size //= 2
+    return sorted(found)
+
+
+def prefill_sizes(config: PhaseConfig) -> list[int]:
+    """The numbers of tokens that the user chose to record, or `default_prefill_sizes`.
+
+    Raises:
+        ValueError: a forward of so few tokens has a second stream, which can't cross a break.
+    """
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
+
+    from sglang_dsv4.layers import concurrent
+
+    most = config.max_bs if config.max_bs and config.max_bs > 0 else MOST_PREFILL_TOKENS
+    by_default = config.bs in (None, generate_prefill_cuda_graph_batch_sizes(config.max_bs or 0))
+    if not by_default and min(config.bs) <= concurrent.MOST_TOKENS:
+        raise ValueError(
+            f"--cuda-graph-bs-prefill must be numbers of tokens above {concurrent.MOST_TOKENS}, got {config.bs}; "
+            "shorter prefills run without graphs"
+        )
+    return default_prefill_sizes(most) if by_default else sorted(config.bs)
 
 
 def _searches() -> list[str]:

@@ -30,21 +30,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from sglang_dsv4.layers import concurrent, data_parallel, sequence_parallel
+from sglang_dsv4.layers import sequence_parallel
 from sglang_dsv4.layers.graph_breaks import Pass, running
-from sglang_dsv4.warmup.cuda_graphs import BREAKABLE
+from sglang_dsv4.warmup.cuda_graphs import BREAKABLE, prefill_sizes
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.cuda_graph_config import PhaseConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--cuda-graph-backend-prefill"
-FEWEST_TOKENS = 256
-"""Fewest tokens of a graph by default, if chunks are not shorter."""
-MOST_TOKENS = 8192
-"""Most tokens of a graph where prompts are not divided into chunks."""
 MOST_PADDING = 1 / 3
 """Most padding tokens of a replay, as a share of the batch's tokens."""
 
@@ -64,34 +58,6 @@ class Outputs(NamedTuple):
         """The rows of the first tokens, copied where they outlive the logits."""
         streams = None if self.streams is None else self.streams[:tokens].clone()
         return Outputs(self.hidden_states[:tokens], streams, [tap[:tokens].clone() for tap in self.taps])
-
-
-def sizes(most: int) -> list[int]:
-    """The numbers of tokens that are recorded for chunks of up to `most`: two in each octave, in rising order."""
-    found = {most}
-    size = most
-    while size // 2 >= FEWEST_TOKENS:
-        found |= {size // 2, size // 4 * 3}
-        size //= 2
-    return sorted(found)
-
-
-def chosen_sizes(config: PhaseConfig) -> list[int]:
-    """The numbers of tokens that the user chose to record, or `sizes`.
-
-    Raises:
-        ValueError: a forward of so few tokens has a second stream, which can't cross a break.
-    """
-    from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
-
-    most = config.max_bs if config.max_bs and config.max_bs > 0 else MOST_TOKENS
-    by_default = config.bs in (None, generate_prefill_cuda_graph_batch_sizes(config.max_bs or 0))
-    if not by_default and min(config.bs) <= concurrent.MOST_TOKENS:
-        raise ValueError(
-            f"--cuda-graph-bs-prefill must be numbers of tokens above {concurrent.MOST_TOKENS}, got {config.bs}; "
-            "shorter prefills run without graphs"
-        )
-    return sizes(most) if by_default else sorted(config.bs)
 
 
 class PrefillGraphs:
@@ -187,28 +153,15 @@ def recorded(forward: Callable[[], None], stream: torch.cuda.Stream) -> Callable
 
 
 def record_prefills(runner: ModelRunner) -> None:
-    """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps.
-
-    Raises:
-        ValueError: the user asks for these graphs in a server with stages, with attention data parallelism, or with
-            graphs that give back their memory.
-    """
-    from sglang.srt.environ import envs
+    """Record the prefills of a target model, a `DeepseekV4ForCausalLM`, after the graphs of decode steps."""
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_exec
 
     model, graph = runner.model, get_exec().graph
     if graph.cuda_graph_backend_prefill != BREAKABLE or not current_platform.capabilities.graph_capture:
         return
-    for refused, other in (
-        (not (model.stage.is_first and model.stage.is_last), "--pp-size above 1"),
-        (data_parallel.is_on(), "--attn-dp-size above 1"),
-        (envs.SGLANG_MEMORY_SAVER_CUDA_GRAPH.get(), "SGLANG_MEMORY_SAVER_CUDA_GRAPH"),
-    ):
-        if refused:
-            raise ValueError(f"sglang-dsv4 does not support {FLAG} {BREAKABLE} with {other}: leave one of them out")
     begin, free = time.perf_counter(), _free_bytes(runner)
-    numbers = chosen_sizes(graph.cuda_graph_config.prefill)
+    numbers = prefill_sizes(graph.cuda_graph_config.prefill)
     graphs = PrefillGraphs(model.model, numbers, runner.spec_algorithm.is_eagle())
     graphs.record()
     model.prefill_graphs = graphs

@@ -32,7 +32,9 @@ Declared = dict[str, Any]
 def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Declared]:
     """Resolves graphs whose backends the user's flags have chosen; returns what was declared."""
 
-    def resolve(uncapturable: list[str], **backends: str) -> Declared:
+    def resolve(
+        uncapturable: list[str], sizes: list[int] | None = None, beside: Declared | None = None, **backends: str
+    ) -> Declared:
         config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], head_dim=64)
         declared: Declared = {}
         monkeypatch.setattr(cuda_graphs, "uncapturable_ops", lambda device, head_dim: uncapturable)
@@ -42,8 +44,9 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Declared]:
             ("declare_resolution", lambda arguments, source, **values: declared.update(values)),
         ):
             monkeypatch.setattr(cuda_graphs.compat, name, function, raising=False)
-        graphs = CudaGraphConfig(*(PhaseConfig(backend=backends.get(phase, "disabled")) for phase in Phase.ALL))
-        arguments = SimpleNamespace(device="cuda", cuda_graph_config=graphs)
+        phases = (PhaseConfig(backend=backends.get(phase, "disabled"), bs=sizes) for phase in Phase.ALL)
+        others = {"pp_size": 1, "attn_dp_size": 1} | (beside or {})
+        arguments = SimpleNamespace(device="cuda", cuda_graph_config=CudaGraphConfig(*phases), **others)
         cuda_graphs.resolve_cuda_graphs(arguments, lambda arguments: None)
         return declared
 
@@ -67,6 +70,33 @@ def test_breakable_graphs_of_prefills_are_ours(resolved: Callable[..., Declared]
     graphs = found["cuda_graph_config"]
     assert (graphs.decode.backend, graphs.prefill.backend) == ("full", "disabled")
     assert found["cuda_graph_backend_prefill"] == "breakable"
+
+
+@pytest.mark.parametrize(
+    ("beside", "named"),
+    [
+        ({"pp_size": 2}, "--pp-size 2 with CUDA graphs of prefills .* last layer; leave one"),
+        ({"attn_dp_size": 2}, "--attn-dp-size 2 with CUDA graphs of prefills .* one group; leave one"),
+        ({}, "SGLANG_MEMORY_SAVER_CUDA_GRAPH with CUDA graphs of prefills .*: unset it"),
+    ],
+    ids=["stages", "groups", "memory saver"],
+)
+def test_graphs_of_prefills_are_refused_beside(
+    beside: Declared, named: str, resolved: Callable[..., Declared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the launcher, whether the flag or --cuda-graph-config has chosen the graphs."""
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", str(not beside))
+    assert "cuda_graph_backend_prefill" not in resolved([], beside=beside, decode="full")
+    with pytest.raises(ValueError, match=named):
+        resolved([], beside=beside, prefill="breakable")
+
+
+def test_prefills_of_few_tokens_are_not_recorded(resolved: Callable[..., Declared]) -> None:
+    """A forward of up to 32 tokens has a second stream."""
+    resolved([], [33, 64], prefill="breakable")
+    resolved([], [32, 64], decode="full")
+    with pytest.raises(ValueError, match=r"must be numbers of tokens above 32, got \[32, 64\]"):
+        resolved([], [32, 64], prefill="breakable")
 
 
 @pytest.mark.parametrize(

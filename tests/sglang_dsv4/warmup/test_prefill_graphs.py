@@ -17,12 +17,13 @@ from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 from sglang_dsv4.layers import sequence_parallel
 from sglang_dsv4.layers.sequence_parallel import RowShards
 from sglang_dsv4.warmup import prefill_graphs
-from sglang_dsv4.warmup.prefill_graphs import PrefillGraphs, sizes
+from sglang_dsv4.warmup.cuda_graphs import default_prefill_sizes
+from sglang_dsv4.warmup.prefill_graphs import PrefillGraphs
 
 
 def test_two_sizes_an_octave() -> None:
-    assert sizes(2048) == [256, 384, 512, 768, 1024, 1536, 2048]
-    assert sizes(200) == [200]
+    assert default_prefill_sizes(2048) == [256, 384, 512, 768, 1024, 1536, 2048]
+    assert default_prefill_sizes(200) == [200]
 
 
 def graphs_of(*numbers: int) -> PrefillGraphs:
@@ -50,7 +51,7 @@ def test_every_rank_has_a_token_of_a_padded_batch(monkeypatch: pytest.MonkeyPatc
         (None, True, 512, None, None),
         ("disabled", True, 512, None, None),
         ("breakable", True, 512, None, [256, 384, 512]),
-        ("breakable", True, -1, None, sizes(8192)),
+        ("breakable", True, -1, None, default_prefill_sizes(8192)),
         ("breakable", True, 512, [512, 64], [64, 512]),
         ("breakable", False, 512, None, None),
     ],
@@ -68,22 +69,6 @@ def test_prefills_are_recorded_as_the_flags_say(
         graphs = record()
     assert (None if graphs is None else graphs.sizes) == recorded
     assert graphs is None or graphs.with_streams
-
-
-@pytest.mark.parametrize("other", ["--pp-size above 1", "--attn-dp-size above 1", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"])
-def test_what_can_not_be_recorded_is_refused(other: str, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs.data_parallel, "is_on", lambda: "--attn-dp-size" in other)
-    monkeypatch.setattr(harness.model, "stage", SimpleNamespace(is_first=True, is_last="--pp-size" not in other))
-    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", str("SAVER" in other))
-    with recording_server(harness, monkeypatch, "breakable") as record:
-        with pytest.raises(ValueError, match=f"--cuda-graph-backend-prefill breakable with {other}: leave one of them"):
-            record()
-
-
-def test_forwards_with_two_streams_are_not_recorded(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    with recording_server(harness, monkeypatch, "breakable", given=[32, 64]) as record:
-        with pytest.raises(ValueError, match=r"must be numbers of tokens above 32, got \[32, 64\]"):
-            record()
 
 
 @contextlib.contextmanager
