@@ -15,11 +15,18 @@ from torch import Tensor
 from dsv4_kernels.device.peer_words import peers_of
 from dsv4_kernels.host import mailboxes
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once, implementation_of
+from dsv4_kernels.host.arch import (
+    ARCHITECTURES,
+    architecture,
+    clusters_at_once,
+    hardware_multiprocessors,
+    implementation_of,
+)
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
 from dsv4_kernels.host.strides import stride_bytes
+from dsv4_kernels.hyper_connection import many_tokens
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import (
     HEAD_ROWS,
@@ -211,6 +218,7 @@ def run(
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
     interleaved: bool = False,
+    apart: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -228,6 +236,7 @@ def run(
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
         interleaved: whether products are interleaved, with one CTA a multiprocessor.
+        apart: whether products and mixture are launches of their own (`many_tokens`); for several teams.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -301,11 +310,33 @@ def run(
         if boxes is not None:
             arguments = ArgumentsOfParts(*arguments, peers_of(boxes))
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
+        if apart:
+            _launch_apart(plan, arguments, device, architecture(name, device))
+            made_ones = (out_streams, out, out_post, out_comb)
+            return (*made_ones, codes, scales) if fp8 else made_ones
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
         compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
     made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
+
+
+def _launch_apart(plan: Plan, arguments: Arguments, device: torch.device, arch: str) -> None:
+    """Launches both kernels of `many_tokens`."""
+    num_tokens, (multiplication, mixture) = arguments.num_tokens, many_tokens.plans(plan)
+    sums = torch.empty(num_tokens, CLUSTER, plan.quads * 4, dtype=torch.float32, device=device)
+    arguments, stream = many_tokens.ArgumentsOfSums(*arguments, address(sums)), current_stream(device)
+    groups = -(-num_tokens // (plan.tokens * plan.teams))
+    num_ctas = min(groups, hardware_multiprocessors(device) // CLUSTER) * CLUSTER
+    multiply, mix = (
+        load_launcher(f"hyper_connection_{name}", made, arch, kernel(made).launch, many_tokens.ArgumentsOfSums, Int32)
+        for name, made, kernel in (
+            ("multiplication", multiplication, many_tokens.Multiplication),
+            ("mixture", mixture, many_tokens.Mixture),
+        )
+    )
+    multiply(arguments, Int32(num_ctas), stream)
+    mix(arguments, Int32(-(-num_tokens // mixture.tokens)), stream)
 
 
 def _clusters(name: str, device: torch.device, boxes: mailboxes.Mailboxes | None) -> int | None:

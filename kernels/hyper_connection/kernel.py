@@ -220,28 +220,45 @@ class HyperConnection(Products):
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):
-            base = []
-            for quad in cutlass.range_constexpr(STREAMS):
-                base.extend(ptx.load_or_zeros(Float32, 4, args.base + (GATES + 4 * quad) * 4, Int32(1), cache=""))
-            scale = ptx.load_f32(args.scale + 8)
+            parameters = self.comb_parameters(args)
             ptx.wait_cluster(address_of(shared.sums_there, team, 8), phase)
-            inverse = self.inverse_rms(args, shared, team, rank)
-            comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
-            for quad in cutlass.range_constexpr(STREAMS):
-                mix = self.quad_over_ctas(shared, team, rank, GATES // 4 + quad)
-                for k in cutlass.range_constexpr(4):
-                    comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
+            comb = self.comb_before(args, shared, team, rank, parameters)
             if const_expr(self.plan.teams > 1):
                 cute.arch.mbarrier_arrive(shared.taken.data_ptr() + team)
             if token < args.num_tokens:
-                softmax_rows(comb, args.hc_eps)
-                divide_columns(comb, args.hc_eps)
-                for _ in cutlass.range(1, args.iterations, 1, unroll=1):
-                    divide_rows(comb, args.hc_eps)
-                    divide_columns(comb, args.hc_eps)
-                out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
-                for j in cutlass.range_constexpr(STREAMS):
-                    ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
+                self.write_comb(args, comb, token)
+
+    def comb_parameters(self, args: AnyArguments) -> tuple:
+        """base of comb, 16 numbers, and its scale."""
+        base = []
+        for quad in range(STREAMS):
+            base.extend(ptx.load_or_zeros(Float32, 4, args.base + (GATES + 4 * quad) * 4, Int32(1), cache=""))
+        return base, ptx.load_f32(args.scale + 8)
+
+    def comb_before(
+        self, args: AnyArguments, shared: cutlass.Constexpr, team: Int32 | int, token: Int32, parameters: tuple
+    ) -> cute.Tensor:
+        """comb of a token of the group before its iteration, [4 * 4]."""
+        base, scale = parameters
+        inverse = self.inverse_rms(args, shared, team, token)
+        comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+        for quad in range(STREAMS):
+            mix = self.quad_over_ctas(shared, team, token, GATES // 4 + quad)
+            for k in range(4):
+                comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
+        return comb
+
+    @cute.jit
+    def write_comb(self, args: AnyArguments, comb: cute.Tensor, token: Int32) -> None:
+        """Balances comb and writes it."""
+        softmax_rows(comb, args.hc_eps)
+        divide_columns(comb, args.hc_eps)
+        for _ in cutlass.range(1, args.iterations, 1, unroll=1):
+            divide_rows(comb, args.hc_eps)
+            divide_columns(comb, args.hc_eps)
+        out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
+        for j in cutlass.range_constexpr(STREAMS):
+            ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
 
     # All other warps: streams, sums and mixture
 
@@ -401,13 +418,26 @@ class HyperConnection(Products):
             task = thread + i * self.plan.threads
             if task < self.plan.tokens * count:
                 t, gate = task // count, task % count
-                mix = self.sum_over_ctas(shared, team, t, gate) * self.inverse_rms(args, shared, team, t)
-                value = sigmoid(ptx.fma(mix, scale, base))
+                value = self.gate(args, shared, team, t, gate, base, scale)
                 if gate < STREAMS:
                     ptx.store_shared_f32(pre + (t * STREAMS + gate) * 4, value + args.hc_eps)
                 elif (t == rank) & (first + t < args.num_tokens):
                     out = args.out_post + (Int64(first + t) * STREAMS + (gate - STREAMS)) * 4
                     ptx.store_f32(out, value * 2.0)
+
+    def gate(
+        self,
+        args: AnyArguments,
+        shared: cutlass.Constexpr,
+        team: Int32 | int,
+        token: Int32,
+        gate: Int32,
+        base: Float32,
+        scale: Float32,
+    ) -> Float32:
+        """A sigmoid of a token of the group."""
+        mix = self.sum_over_ctas(shared, team, token, gate) * self.inverse_rms(args, shared, team, token)
+        return sigmoid(ptx.fma(mix, scale, base))
 
     def pre(self, shared: cutlass.Constexpr, team: Int32 | int) -> Int32:
         """The address of a team's pre coefficients."""
