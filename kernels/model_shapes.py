@@ -103,6 +103,8 @@ class ModelShapes:
     """Intermediate channels of the shared expert on this rank; 0 if no launches are joined."""
     joins_launches: bool = False
     """Whether forwards of few tokens join launches (`dsv4_kernels.host.joint_launch`)."""
+    leaves_expert_rows: bool = False
+    """Whether boundaries of few tokens sum over experts (`dsv4_kernels.host.expert_rows`)."""
     peer_sum_ranks: int = 0
     """Ranks that sum through each other's memory; 0 if another library sums."""
     peer_boundary_tokens: int = 0

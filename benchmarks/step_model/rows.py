@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lib.experts_inputs import CHOSEN
+
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection import gpu as hyper_connection
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS, Plan
@@ -37,6 +39,9 @@ ROW_KERNELS = {
 }
 BOUNDARY_INSTRUCTIONS = {1: 4279, 2: 4731, 4: 5596, 8: 7326}
 """PTX instructions of a warp of a boundary by the tokens of its group; with 8 by the step from 2 to 4."""
+EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933}
+"""PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
+emulated, with V4-Flash's width."""
 INTERLEAVED_CLOCKS = {1: 2977 - 1853, 2: 2964 - 1914, 4: 2969 - 1923, 8: 2789 - 1822}
 """Clocks that a warp saves if it computes its products interleaved, by the tokens of its group: sums of the stalls that
 the machine code for sm_100a names between the first product and the last (V4-Flash, one CTA a multiprocessor)."""
@@ -122,3 +127,21 @@ def boundary_of_parts(
     alone = boundary(name, tokens, dim, gpu, plan, at_once)
     parts = sum_over_ranks(name, tokens, dim, ranks, gpu)
     return replace(alone, crossings=1, link=parts.link, waits_for_link=True, l2=alone.l2 + parts.l2)
+
+
+def summing_experts(boundary: Launch, tokens: int, dim: int, gpu: Gpu) -> Launch:
+    """Return the counts of a boundary of few tokens that also sums over experts (kernels/hyper_connection/experts.py).
+
+    It reads a token's list, and then seven rows in place of one: of its experts and of the shared expert.
+    """
+    plan = hyper_connection.chosen(
+        tokens, dim, PRE_ROWS, True, False, True, None if gpu.is_hopper else CLUSTERS[CLUSTER]
+    )
+    rows = tokens * CHOSEN * dim * 2
+    return replace(
+        boundary,
+        l2=boundary.l2 + rows,
+        busiest=boundary.busiest + rows / boundary.ctas,
+        instructions=boundary.instructions + EXPERTS_INSTRUCTIONS[plan.tokens],
+        from_l2=boundary.from_l2 + 1,
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lib.experts_inputs import MODELS, Model
 
+from dsv4_kernels.host.expert_rows import MOST_TOKENS as EXPERT_ROWS_TOKENS
 from dsv4_kernels.host.joint_launch import CHAIN_THREADS, MOST_TOKENS
 from dsv4_kernels.moe.sm90.plan import NARROW
 from step_model import attention, blackwell, experts, index, products, rows
@@ -64,6 +65,14 @@ class Forward:
     """Whether boundaries sum over ranks."""
     of_few: bool = True
     """Whether few tokens have the kernels of 2026-11-27: scores, attention and `wo_a` of few tokens, experts of one."""
+    expert_rows: bool = True
+    """Whether boundaries of few tokens may sum over experts."""
+
+    @property
+    def sums_in_boundaries(self) -> bool:
+        """Return whether boundaries sum over experts."""
+        in_one = self.ranks == 1 or self.parts
+        return self.expert_rows and in_one and not self.prefill and self.tokens <= EXPERT_ROWS_TOKENS
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -170,7 +179,10 @@ def index_launches(f: Forward, gpu: Gpu) -> list[Launch]:
 
 
 def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
-    """Return the launches from the gate to the sum of the experts, which waits for the shared expert."""
+    """Return the launches from the gate to the sum of the experts, which waits for the shared expert.
+
+    The sum is missing if boundaries sum over experts.
+    """
     m, t = f.model, f.tokens
     model = Model(m.experts.experts, m.dim, m.experts.channels // f.ranks)
     slots = experts.slots_of_experts(model.experts, t, "uniform")
@@ -188,9 +200,10 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
         rows.row_kernel("swiglu_fp8", t, gpu, model.channels / 2048),
         *product("shared down", t, m.dim, model.channels, gpu),
     ]
+    after = [] if f.sums_in_boundaries else main[-1:]
     if gpu.is_hopper or f.prefill:
-        return Sublayer(main[:-1], side, main[-1:])
-    (gate, router, work_list, gate_and_up, down, summed), (shared, swiglu, shared_down) = main, side
+        return Sublayer(main[:-1], side, after)
+    (gate, router, work_list, gate_and_up, down, _), (shared, swiglu, shared_down) = main, side
     if t <= JOINT_TOKENS:  # one CTA, whose 32 warps have a token each
         listed = [one_after_the_other(work_list, *[router] * -(-t // ROUTED_AT_ONCE))]
     else:
@@ -202,16 +215,16 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
         *beside(SIDE_TOKENS, t, gpu, gate_and_up, shared_down),
         down,
     ]
-    return Sublayer(main, [], [summed])
+    return Sublayer(main, [], after)
 
 
-def boundaries(f: Forward, gpu: Gpu) -> list[Launch]:
-    """Return the launches that end a sublayer."""
+def boundaries(f: Forward, gpu: Gpu, of_experts: bool = False) -> list[Launch]:
+    """Return the launches that end a sublayer, of attention or of experts."""
     m, t = f.model, f.tokens
-    if f.ranks == 1:
-        return [rows.boundary("boundary", t, m.dim, gpu)]
-    if f.parts and t <= 64:
-        return [rows.boundary_of_parts("boundary", t, m.dim, f.ranks, gpu)]
+    if f.ranks == 1 or (f.parts and t <= 64):
+        alone = rows.boundary("boundary", t, m.dim, gpu)
+        made = alone if f.ranks == 1 else rows.boundary_of_parts("boundary", t, m.dim, f.ranks, gpu)
+        return [rows.summing_experts(made, t, m.dim, gpu) if of_experts and f.sums_in_boundaries else made]
     summed = rows.sum_over_ranks("sum over ranks", t, m.dim, f.ranks, gpu)
     return [summed, rows.boundary("boundary", t, m.dim, gpu)]
 
@@ -257,14 +270,16 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
 
     for ratio in sorted(set(f.kinds)):
         times = f.kinds.count(ratio)
-        for sublayer in (attention_sublayer(f, ratio, gpu), experts_sublayer(f, gpu)):
+        for of_experts, sublayer in enumerate((attention_sublayer(f, ratio, gpu), experts_sublayer(f, gpu))):
             spans = add(sublayer.main, times), add(sublayer.side, times)
             beside = f.tokens <= SIDE_TOKENS and not f.prefill
             total += times * (max(spans) if beside else sum(spans))
             total += times * add(sublayer.after, times)
-            total += times * add(boundaries(f, gpu), times)
+            total += times * add(boundaries(f, gpu, bool(of_experts)), times)
     wanted = 1 if f.prefill else f.tokens
     logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)
+    if f.sums_in_boundaries:  # the last layer's experts are followed by no boundary
+        total += add(experts_sublayer(replace(f, expert_rows=False), gpu).after, 1)
     total += add([logits], 1) + OTHER_LAUNCHES * OTHER_US
     by_launch["others"] = OTHER_LAUNCHES * OTHER_US
     return Prediction(total, by_launch, sum(by_floor.values()), by_floor, by_reach, launched, bounds)

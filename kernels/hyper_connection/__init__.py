@@ -5,10 +5,11 @@ all streams, while the streams are mixed by a doubly stochastic matrix (`hc_post
 from which the logits are computed.
 
 Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the RMSNorm of the second's input:
-`hc_boundary` is these three; `hc_boundary_of_parts` sums the first's output over the ranks before them. `hc_enter` is
-the last two, for a model's first sublayer, and `hc_finish` follows the last sublayer. A GPU kernel computes each of
-them in one launch, which reads and writes the streams once. `hc_pre`, `hc_post` and `hc_head` by themselves have no GPU
-kernel, only definitions in PyTorch.
+`hc_boundary` is these three; `hc_boundary_of_parts` sums the first's output over the ranks before them. Both also take
+the rows of experts (`host.expert_rows`), which they sum first. `hc_enter` is the last two, for a model's first
+sublayer, and `hc_finish` follows the last sublayer. A GPU kernel computes each of them in one launch, which reads and
+writes the streams once. `hc_pre`, `hc_post` and `hc_head` by themselves have no GPU kernel, only definitions in
+PyTorch.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
 runs. It must therefore have been written before an earlier ordinary launch or copy in the stream, as is the case after
@@ -20,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.registry import select
 
@@ -68,7 +70,7 @@ def hc_pre(
 
 
 def hc_boundary(
-    y: Tensor,
+    y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
     comb: Tensor,
@@ -92,7 +94,8 @@ def hc_boundary(
         codes, scales = fp8_quantise(x, 128, column_major=True)             # with fp8
 
     Args:
-        y: [T, d] fp32 or bf16, the output of the sublayer that ends.
+        y: [T, d] fp32 or bf16, the output of the sublayer that ends; or the rows of experts whose sum it is (a GPU's
+            kernel takes at most 128 tokens then).
         streams: [T, n, d] in y's dtype, the streams that the ended sublayer's `hc_pre` read; they are not overwritten.
         post: [T, n] fp32, of the ended sublayer.
         comb: [T, n, n] fp32, of the ended sublayer.
@@ -123,7 +126,7 @@ def hc_boundary(
 
 
 def hc_boundary_of_parts(
-    part: Tensor,
+    part: Tensor | ExpertRows,
     mailboxes: Mailboxes,
     streams: Tensor,
     post: Tensor,
@@ -149,7 +152,8 @@ def hc_boundary_of_parts(
     shapes, in the same order, on one stream.
 
     Args:
-        part: [T, d] fp32 or bf16, this rank's; a GPU's kernel takes at most `gpu.most_tokens_of_parts` tokens.
+        part: [T, d] fp32 or bf16, this rank's, or the rows of experts whose sum it is; a GPU's kernel takes at most
+            `gpu.most_tokens_of_parts` tokens.
         mailboxes: of the group, on the device of `part`.
         streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8: as in `hc_boundary`.
         impl: implementation by name; None lets the registry choose.
@@ -298,7 +302,12 @@ def _check_iterations(name: str, iterations: int) -> None:
 
 
 def _check_output(
-    name: str, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, dtypes: tuple[torch.dtype, ...] = ()
+    name: str,
+    y: Tensor | ExpertRows,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     tokens, n, d = streams.shape
     dtypes = dtypes or (streams.dtype,)

@@ -12,20 +12,17 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
+from dsv4_kernels.device import expert_rows
 from dsv4_kernels.device.peer_words import peers_of
 from dsv4_kernels.host import mailboxes
 from dsv4_kernels.host.addresses import address
-from dsv4_kernels.host.arch import (
-    ARCHITECTURES,
-    architecture,
-    clusters_at_once,
-    hardware_multiprocessors,
-    implementation_of,
-)
+from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once, implementation_of
+from dsv4_kernels.host.expert_rows import MOST_TOKENS as MOST_TOKENS_OF_EXPERTS
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
-from dsv4_kernels.host.strides import stride_bytes
+from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.hyper_connection import many_tokens
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import (
@@ -35,8 +32,8 @@ from dsv4_kernels.hyper_connection.plan import (
     TEAMS,
     TOKENS,
     Arguments,
-    ArgumentsOfParts,
     Plan,
+    arguments_of,
 )
 from dsv4_kernels.model_shapes import ModelShapes
 
@@ -90,8 +87,7 @@ def compile(plan: Plan, arch: str) -> Callable[..., None]:
         ValueError: a width that the kernel does not support.
     """
     plan.check()
-    arguments = ArgumentsOfParts if plan.ranks else Arguments
-    return load_launcher("hyper_connection", plan, arch, HyperConnection(plan).launch, arguments, Int32)
+    return load_launcher("hyper_connection", plan, arch, HyperConnection(plan).launch, arguments_of(plan), Int32)
 
 
 def with_parts(
@@ -182,24 +178,41 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     made = plans(model.hidden_size, model.quantises_inputs, arch)
     if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
         made += plans(model.hidden_size, False, arch, fewest=model.fewest_own_rows)
+    if model.leaves_expert_rows and not model.peer_boundary_tokens:
+        for size in _sizes(MOST_TOKENS_OF_EXPERTS):
+            for clusters in possible_clusters(arch, size):
+                form = (model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs)
+                made += _summing_experts(chosen(size, *form, clusters), model, arch)
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
 
 def parts_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     """Compile jobs of the kernels of `hc_boundary_of_parts`, for parts of the attention and of the experts."""
-    made = [
-        replace(
-            chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs, clusters),
-            ranks=model.peer_sum_ranks,
-            fp32_parts=fp32,
-            sender_threads=MOST_THREADS,
-        )
-        for size in (1, *(most + 1 for most in MOST_TOKENS.values()))
-        if size <= model.peer_boundary_tokens
-        for clusters in possible_clusters(arch, size)
-        for fp32 in (False, *([True] if model.experts_sum_fp32 else []))
-    ]
+    made = []
+    for size in _sizes(model.peer_boundary_tokens):
+        for clusters in possible_clusters(arch, size):
+            plan = replace(
+                chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs, clusters),
+                ranks=model.peer_sum_ranks,
+                sender_threads=MOST_THREADS,
+            )
+            in_fp32 = replace(plan, fp32_parts=True)
+            made += [plan, in_fp32] if model.experts_sum_fp32 else [plan]
+            if model.leaves_expert_rows and size <= MOST_TOKENS_OF_EXPERTS:
+                made += _summing_experts(in_fp32 if model.experts_sum_fp32 else plan, model, arch)
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
+
+
+def _sizes(most: int) -> list[int]:
+    """The fewest tokens of each size of token groups, of calls of up to `most` tokens."""
+    return [size for size in (1, *(tokens + 1 for tokens in MOST_TOKENS.values())) if size <= most]
+
+
+def _summing_experts(plan: Plan, model: ModelShapes, arch: str) -> list[Plan]:
+    """The plan as it sums over experts. The lists may be read ahead after Hopper's products for one token."""
+    summing = replace(plan, experts=model.experts_per_token)
+    ahead = arch == ARCHITECTURES["sm90"] and plan.tokens == 1
+    return [summing, replace(summing, reads_ahead=True)] if ahead else [summing]
 
 
 def run(
@@ -207,7 +220,7 @@ def run(
     op: str,
     rows: int,
     streams: Tensor,
-    written_back: tuple[Tensor, Tensor, Tensor] | None,
+    written_back: tuple[Tensor | ExpertRows, Tensor, Tensor] | None,
     parameters: tuple[Tensor, Tensor, Tensor],
     norm_weight: Tensor,
     norm_eps: float = 0.0,
@@ -227,7 +240,7 @@ def run(
         op: the function's name, for errors.
         rows: of fn.
         streams: [T, 4, d] bf16.
-        written_back: y, post and comb of the sublayer that ends; None if none ends.
+        written_back: y, or rows of experts whose sum is y, post and comb of the sublayer that ends; None if none ends.
         parameters: fn, base and scale.
         norm_weight: [d] fp32 or bf16.
         norm_eps, hc_eps, iterations: as in the functions.
@@ -265,6 +278,9 @@ def run(
                 f"tokens of {dim} channels in {y.dtype}. Sum the parts first (all_reduce), then call hc_boundary"
             )
         plan = made_of_parts
+    of_experts = y if isinstance(y, ExpertRows) else None
+    if of_experts is not None:
+        plan, y = _with_experts(op, plan, of_experts), None
     _check(op, {"y": y}, (torch.bfloat16,) if boxes is None else (torch.bfloat16, torch.float32))
     _check(op, {"streams": streams}, (torch.bfloat16,))
     _check(op, {"post": post, "comb": comb}, (torch.float32,))
@@ -307,11 +323,12 @@ def run(
             out_scales=address(scales),
             scale_block_stride=places.scale_block_bytes if fp8 else 0,
         )
-        if boxes is not None:
-            arguments = ArgumentsOfParts(*arguments, peers_of(boxes))
+        peers = () if boxes is None else (peers_of(boxes),)
+        rows_of = () if of_experts is None else (expert_rows.arguments(*of_experts.tensors),)
+        arguments = arguments_of(plan)(*arguments, *peers, *rows_of)
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
         if apart:
-            _launch_apart(plan, arguments, device, architecture(name, device))
+            many_tokens.launch(plan, arguments, device, architecture(name, device))
             made_ones = (out_streams, out, out_post, out_comb)
             return (*made_ones, codes, scales) if fp8 else made_ones
         if plan.teams > 1:
@@ -321,22 +338,22 @@ def run(
     return (*made_ones, codes, scales) if fp8 else made_ones
 
 
-def _launch_apart(plan: Plan, arguments: Arguments, device: torch.device, arch: str) -> None:
-    """Launches both kernels of `many_tokens`."""
-    num_tokens, (multiplication, mixture) = arguments.num_tokens, many_tokens.plans(plan)
-    sums = torch.empty(num_tokens, CLUSTER, plan.quads * 4, dtype=torch.float32, device=device)
-    arguments, stream = many_tokens.ArgumentsOfSums(*arguments, address(sums)), current_stream(device)
-    groups = -(-num_tokens // (plan.tokens * plan.teams))
-    num_ctas = min(groups, hardware_multiprocessors(device) // CLUSTER) * CLUSTER
-    multiply, mix = (
-        load_launcher(f"hyper_connection_{name}", made, arch, kernel(made).launch, many_tokens.ArgumentsOfSums, Int32)
-        for name, made, kernel in (
-            ("multiplication", multiplication, many_tokens.Multiplication),
-            ("mixture", mixture, many_tokens.Mixture),
-        )
-    )
-    multiply(arguments, Int32(num_ctas), stream)
-    mix(arguments, Int32(-(-num_tokens // mixture.tokens)), stream)
+def _with_experts(op: str, plan: Plan, y: ExpertRows) -> Plan:
+    """The plan that sums the rows of experts.
+
+    Raises:
+        ValueError: more tokens than a plan of one team takes, or rows that the kernel cannot read.
+    """
+    if plan.teams > 1:
+        most = max(MOST_TOKENS.values())
+        raise ValueError(f"{op}: {len(y.experts)} tokens; it sums the rows of experts for at most {most}")
+    for name in ("rows", "shared"):
+        check_rows(f"{op}: {name}", getattr(y, name), plan.dim)
+    for name, tensor in (("rows", y.rows), ("experts", y.experts), ("slot_of_pair", y.slot_of_pair)):
+        dtype = torch.bfloat16 if name == "rows" else torch.int32
+        if not tensor.is_contiguous() or tensor.dtype != dtype:
+            raise ValueError(f"{op}: {name} must be contiguous {dtype}; got {tensor.dtype} {tensor.stride()}")
+    return replace(plan, experts=y.experts.shape[1], reads_ahead=y.reads_ahead)
 
 
 def _clusters(name: str, device: torch.device, boxes: mailboxes.Mailboxes | None) -> int | None:
@@ -374,7 +391,7 @@ def _check(op: str, tensors: dict[str, Tensor | None], dtypes: tuple[torch.dtype
 
 def hc_boundary(
     name: str,
-    y: Tensor,
+    y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
     comb: Tensor,
@@ -395,7 +412,7 @@ def hc_boundary(
 
 def hc_boundary_of_parts(
     name: str,
-    part: Tensor,
+    part: Tensor | ExpertRows,
     boxes: mailboxes.Mailboxes,
     streams: Tensor,
     post: Tensor,

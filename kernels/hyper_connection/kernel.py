@@ -36,13 +36,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
-from dsv4_kernels.device.tma import copy_bulk
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
     divide_columns,
     divide_rows,
-    fetch_into_l2,
     in_turn,
     max_over_units,
     rsqrt,
@@ -114,8 +112,13 @@ class HyperConnection(Products):
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed(aligned=True)
         if warp < plan.teams * plan.warps:
+            slots, token = [], cluster * plan.tokens + self.token_of(thread)
+            if const_expr(plan.reads_ahead):
+                slots = self.slots(args, token)
             dependent_launch.begin()
-            self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster)
+            if const_expr(plan.experts > 0 and not plan.reads_ahead):
+                slots = self.slots(args, token)
+            self.compute(args, shared, thread % plan.threads, thread // plan.threads, rank, cluster, slots)
         else:
             team, lane = warp - plan.teams * plan.warps, thread % WARP
             if team == 0:
@@ -157,49 +160,7 @@ class HyperConnection(Products):
         num_bytes = CLUSTER * self.plan.square_slots * 4
         cute.arch.mbarrier_arrive_and_expect_tx(shared.squares_there.data_ptr() + team, num_bytes)
 
-    # The fetching and balancing warp: fn and comb
-
-    @cute.jit
-    def fetch(
-        self,
-        args: AnyArguments,
-        shared: cutlass.Constexpr,
-        lane: Int32,
-        rank: Int32,
-        begin: Int32,
-        end: cutlass.Constexpr,
-    ) -> None:
-        """Starts the copies of this CTA's columns of fn, one stream after the other; a lane has a row."""
-        plan = self.plan
-        source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
-        target = Int32(shared.fn.data_ptr().toint()) + lane * plan.row_bytes
-        for stream in cutlass.range(begin, end, 1, unroll=1):
-            stage = stream % plan.stages
-            full = shared.full.data_ptr() + stage
-            if const_expr(end > plan.stages):
-                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (stream // plan.stages - 1) & 1)
-                cute.arch.fence_view_async_shared()  # generic loads before writes by TMA (bulk copies)
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rows * plan.slice * 4)
-            cute.arch.sync_warp()
-            if lane < plan.rows:
-                place = target + stage * plan.stage_bytes
-                copy_bulk(place, source + Int64(stream) * plan.dim * 4, plan.slice * 4, Int32(full.toint()))
-
-    @cute.jit
-    def fetch_into_l2(self, args: AnyArguments, lane: Int32, rank: Int32) -> None:
-        """Fetches the weights that this CTA reads later: columns of fn that have no stage yet, and the norm's weight.
-
-        A model reads its weights once a forward, so they are in memory and not in L2 when the kernel before ends.
-        """
-        plan = self.plan
-        if lane < plan.rows:
-            source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
-            for stream in cutlass.range_constexpr(plan.stages, STREAMS):
-                fetch_into_l2(source + stream * (plan.dim * 4), plan.slice * 4)
-        elif lane == plan.rows:
-            size = 2 if plan.bf16_weight else 4
-            fetch_into_l2(args.norm_weight + rank * (plan.slice * size), plan.slice * size)
+    # The fetching and balancing warp: comb (fn: `products`)
 
     @cute.jit
     def balance(
@@ -264,18 +225,25 @@ class HyperConnection(Products):
 
     @cute.jit
     def compute(
-        self, args: AnyArguments, shared: cutlass.Constexpr, thread: Int32, team: Int32, rank: Int32, cluster: Int32
+        self,
+        args: AnyArguments,
+        shared: cutlass.Constexpr,
+        thread: Int32,
+        team: Int32,
+        rank: Int32,
+        cluster: Int32,
+        slots: list,
     ) -> None:
         """The role of a thread that has channels."""
         plan = self.plan
         if const_expr(plan.teams == 1):
-            self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0))
+            self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0), slots)
         else:
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
             cute.arch.cluster_wait()
             group, step, phase = self.first_group(cluster, team), self.group_step(), Int32(0)
             while group * plan.tokens < args.num_tokens:
-                self.group(args, shared, thread, team, rank, group * plan.tokens, phase)
+                self.group(args, shared, thread, team, rank, group * plan.tokens, phase, slots)
                 group, phase = group + step, phase ^ 1
 
     @cute.jit
@@ -288,6 +256,7 @@ class HyperConnection(Products):
         rank: Int32,
         first: Int32,
         phase: Int32,
+        slots: list,
     ) -> None:
         """Processes a thread's channels of one token group."""
         plan = self.plan
@@ -295,7 +264,7 @@ class HyperConnection(Products):
         channel, in_group = self.first_channel(rank, thread), self.token_of(thread)
         token = first + in_group
         cta, _, _ = cute.arch.block_idx()
-        x = self.new_streams(args, token, channel, thread, cta)
+        x = self.new_streams(args, token, channel, thread, cta, slots)
         if const_expr(plan.teams == 1):
             cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
         self.add_up(shared, team, x, lane, warp)

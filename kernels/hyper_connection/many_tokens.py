@@ -15,15 +15,20 @@ with 8,192 tokens a multiprocessor waits most of the time. Here no CTA waits for
     Mixture           new streams, sums                  post, comb, x, and x as e4m3
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from dsv4_kernels.device import dependent_launch, ptx
+from dsv4_kernels.host.addresses import address
+from dsv4_kernels.host.arch import hardware_multiprocessors
+from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import in_turn, load_words_if, store_words_if
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
@@ -287,8 +292,40 @@ class Mixture(HyperConnection):
 
 def plans(plan: Plan) -> tuple[Plan, Plan]:
     """The plans of both launches, from the plan of a boundary in one launch with several teams."""
-    assert plan.teams > 1 and plan.post and plan.rows == PRE_ROWS, plan
+    assert plan.teams > 1 and plan.post and plan.rows == PRE_ROWS and not plan.experts, plan
     return replace(plan, fp8=False), replace(plan, tokens=MIXTURE_TOKENS, teams=1)
+
+
+def compile(plan: Plan, arch: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The compiled launch functions of both launches: (arguments, CTAs, stream)."""
+    multiplication, mixture = plans(plan)
+    launches = (
+        ("multiplication", multiplication, Multiplication(multiplication).launch),
+        ("mixture", mixture, Mixture(mixture).launch),
+    )
+    first, second = (
+        load_launcher(f"hyper_connection_{name}", made, arch, launched, ArgumentsOfSums, Int32)
+        for name, made, launched in launches
+    )
+    return first, second
+
+
+def launch(plan: Plan, arguments: Arguments, device: torch.device, arch: str) -> None:
+    """Launches both kernels.
+
+    Args:
+        plan: of a boundary in one launch with several teams.
+        arguments: of that boundary.
+        device: of the tensors.
+        arch: to compile for.
+    """
+    num_tokens = arguments.num_tokens
+    sums = torch.empty(num_tokens, CLUSTER, plan.quads * 4, dtype=torch.float32, device=device)
+    arguments, stream = ArgumentsOfSums(*arguments, address(sums)), current_stream(device)
+    rounds = -(-num_tokens // (plan.tokens * plan.teams))
+    multiply, mix = compile(plan, arch)
+    multiply(arguments, Int32(min(rounds, hardware_multiprocessors(device) // CLUSTER) * CLUSTER), stream)
+    mix(arguments, Int32(-(-num_tokens // MIXTURE_TOKENS)), stream)
 
 
 def _address(part: cute.Pointer) -> Int32:

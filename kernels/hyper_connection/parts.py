@@ -20,10 +20,11 @@ from dsv4_kernels.device import bf16_rows, ptx
 from dsv4_kernels.device.peer_words import EMPTY, sendable, store, time_limit_of, total, wait_for_parts
 from dsv4_kernels.host.mailboxes import VECTOR_BYTES
 from dsv4_kernels.hyper_connection.arithmetic import load_words
+from dsv4_kernels.hyper_connection.experts import Experts
 from dsv4_kernels.hyper_connection.plan import ArgumentsOfParts, Plan
 
 
-class Parts:
+class Parts(Experts):
     """Methods of a thread of a plan with ranks."""
 
     plan: Plan
@@ -44,14 +45,17 @@ class Parts:
         return place + piece // side_by_side * args.peers.place_bytes + in_place + sender * sender_bytes
 
     @cute.jit
-    def send_part(self, args: ArgumentsOfParts, token: Int32, channel: Int32, place: Int64) -> None:
+    def send_part(self, args: ArgumentsOfParts, token: Int32, channel: Int32, place: Int64, slots: list) -> None:
         """Sends this thread's channels of this rank's part to all ranks."""
         plan = self.plan
         size = 4 if plan.fp32_parts else 2
         if token < args.num_tokens:
             part = args.y + Int64(token) * args.y_stride + channel * size
             pieces = []
-            for piece in cutlass.range_constexpr(plan.pieces):
+            if cutlass.const_expr(plan.experts > 0):
+                words = self.sum_over_experts(args, token, channel, slots)
+                pieces = [words[first : first + plan.piece_words] for first in range(0, len(words), plan.piece_words)]
+            for piece in cutlass.range_constexpr(0 if plan.experts else plan.pieces):
                 first = piece * plan.piece_words * 4 // size  # channel of the thread
                 in_run = plan.run_words * 2
                 step = first // in_run * plan.run_step + first % in_run

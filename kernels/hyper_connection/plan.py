@@ -6,6 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
+from dsv4_kernels.device.expert_rows import Rows
 from dsv4_kernels.device.peer_words import Peers
 from dsv4_kernels.host.mailboxes import CLUSTER
 
@@ -63,6 +64,10 @@ class Plan:
     computes all streams side by side, since 32 products of a stream are one chain; and it computes upper halves of fn
     with a mask that the compiler does not know. With a known one the compiler multiplies fn itself, of which the tensor
     core uses the upper half, and moves each number to its place before: a quarter of the instructions."""
+    experts: int = 0
+    """Experts of a token whose rows are summed to `y`, or to this rank's part of it; 0 if `y` is given."""
+    reads_ahead: bool = False
+    """Whether the lists of experts and slots are read before the launch before has ended (`moe.sums.Sum`)."""
 
     def check(self) -> None:
         """Raises ValueError for a width that the kernel does not support."""
@@ -75,6 +80,7 @@ class Plan:
         assert not self.fp8 or self.rows == PRE_ROWS, self
         assert self.teams == 1 or self.fits, self
         assert not self.interleaved or (self.ctas == 1 and self.teams == 1), self  # it needs the registers
+        assert not self.experts or (self.post and self.teams == 1), self
         # A channel of the mailboxes is used once a launch.
         assert not self.ranks or (self.post and self.teams == 1 and self.sender_threads >= self.threads), self
 
@@ -241,4 +247,16 @@ class Arguments(NamedTuple):
 
 ArgumentsOfParts = NamedTuple("ArgumentsOfParts", [*Arguments.__annotations__.items(), ("peers", Peers)])
 """Dynamic arguments of a plan with ranks: `y` is this rank's part, [T, d] bf16 or fp32."""
-AnyArguments = Arguments | ArgumentsOfParts
+ArgumentsOfExperts = NamedTuple("ArgumentsOfExperts", [*Arguments.__annotations__.items(), ("of_experts", Rows)])
+ArgumentsOfExpertParts = NamedTuple(
+    "ArgumentsOfExpertParts", [*ArgumentsOfParts.__annotations__.items(), ("of_experts", Rows)]
+)
+"""Dynamic arguments of plans that sum over experts, which do not use `y`."""
+AnyArguments = Arguments | ArgumentsOfParts | ArgumentsOfExperts | ArgumentsOfExpertParts
+
+
+def arguments_of(plan: Plan) -> type:
+    """The type of a plan's dynamic arguments."""
+    if plan.ranks:
+        return ArgumentsOfExpertParts if plan.experts else ArgumentsOfParts
+    return ArgumentsOfExperts if plan.experts else Arguments

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_kernels.all_reduce.ref import all_reduce
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm import rms_norm
@@ -40,7 +41,7 @@ def hc_head(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float,
 
 
 def hc_boundary(
-    y: Tensor,
+    y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
     comb: Tensor,
@@ -54,12 +55,12 @@ def hc_boundary(
     fp8: bool = False,
 ) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_boundary`."""
-    streams = hc_post(y, streams, post, comb)
+    streams = hc_post(summed(y), streams, post, comb)
     return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_boundary_of_parts(
-    part: Tensor,
+    part: Tensor | ExpertRows,
     mailboxes: Mailboxes,
     streams: Tensor,
     post: Tensor,
@@ -74,7 +75,7 @@ def hc_boundary_of_parts(
     fp8: bool = False,
 ) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
-    y = all_reduce(part, mailboxes).to(streams.dtype)
+    y = all_reduce(summed(part), mailboxes).to(streams.dtype)
     return hc_boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 

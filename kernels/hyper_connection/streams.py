@@ -32,17 +32,20 @@ class Streams(Parts):
         in_warp = unit // 2 * (2 * QUAD * CHANNELS) + unit % 2 * CHANNELS + lane % QUAD * (2 * CHANNELS)
         return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
-    def new_streams(self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32) -> cute.Tensor:
+    def new_streams(
+        self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32, slots: list
+    ) -> cute.Tensor:
         """This thread's channels of the new streams, or of the old ones without `post`: [run][stream][word], two bf16 a
         word.
 
         All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
-        parts are awaited after that.
+        parts are awaited after that. With experts, the rows of a part are loaded and added first, those of an output
+        are loaded last.
         """
         plan = self.plan
         if plan.ranks:
             place = self.place_in_mailbox(args, thread, cta)
-            self.send_part(args, token, channel, place)
+            self.send_part(args, token, channel, place, slots)
         x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
         exists = args.num_tokens - token
         source = args.streams + Int64(token) * args.streams_stride + channel * 2
@@ -53,7 +56,7 @@ class Streams(Parts):
             step = run * plan.run_step * 2
             places = [source + args.stream_stride * s + step for s in range(STREAMS)]
             words = [load_words_if(exists, place, plan.run_words) for place in places]
-            loads_output = plan.post and not plan.ranks
+            loads_output = plan.post and not plan.ranks and not plan.experts
             loaded.append((load_words_if(exists, output + step, plan.run_words) if loads_output else (), words))
         if plan.post:
             post = args.post + Int64(token) * args.post_stride
@@ -62,9 +65,11 @@ class Streams(Parts):
             rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
         if plan.ranks:
             y = self.sum_of_parts(args, token, place)
+        elif plan.experts:
+            y = self.sum_over_experts(args, token, channel, slots)
         for run in range(plan.runs):
             outputs, words = loaded[run]
-            if plan.ranks:
+            if plan.ranks or plan.experts:
                 outputs = tuple(y[run * plan.run_words + w] for w in range(plan.run_words))
             if plan.post:
                 words = self.written_back(outputs, words, weights, rows)

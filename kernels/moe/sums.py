@@ -8,13 +8,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from torch import Tensor
 
-from dsv4_kernels.device import bf16_rows, dependent_launch, ptx
-from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES, add
+from dsv4_kernels.device import bf16_rows, dependent_launch, expert_rows, ptx
+from dsv4_kernels.device.bf16_rows import CHUNK, CHUNK_BYTES
+from dsv4_kernels.device.expert_rows import Rows
 from dsv4_kernels.host.launch import current_stream, load_launcher
-from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.host.strides import check_rows
 from dsv4_kernels.moe.workspace import EARLY_TOKENS
 
 THREADS = 128
@@ -23,11 +24,7 @@ THREADS = 128
 class Arguments(NamedTuple):
     """Dynamic arguments; addresses are Int64."""
 
-    rows: Int64  # bf16 [slots, d]
-    experts: Int64  # int32 [tokens, chosen]
-    slot_of_pair: Int64  # int32 [tokens, chosen]; negative: the expert is on another rank
-    shared: Int64  # bf16 [tokens, d], added to the sum; 0: none
-    shared_row_bytes: Int64
+    rows: Rows
     chunks: Int32  # d / 8
     num_chunks: Int32  # of all tokens
     out: Int64  # fp32 or bf16 [tokens, d]
@@ -65,52 +62,19 @@ def kernel(args: Arguments, config: cutlass.Constexpr[Sum]) -> None:
     unit = cta * THREADS + thread
     token = unit // args.chunks
     chunk = unit - token * args.chunks
-    pairs = Int64(token) * config.chosen
     exists = args.num_chunks - unit
-    experts = [number_of_pair(args.experts + (pairs + i) * 4, exists) for i in range(config.chosen)]
-    slots = [number_of_pair(args.slot_of_pair + (pairs + i) * 4, exists) for i in range(config.chosen)]
+    experts, slots = expert_rows.listed(args.rows, token, config.chosen, exists)
     if cutlass.const_expr(config.reads_ahead):
         dependent_launch.begin()
     if exists > 0:
-        ranks = [rank_of(experts, i) for i in range(config.chosen)]
-        sums = [Float32(0.0)] * CHUNK
-        loaded = []
-        for rank in cutlass.range_constexpr(config.chosen):
-            slot = Int32(0)
-            for i in cutlass.range_constexpr(config.chosen):
-                slot = cutlass.select_(ranks[i] == rank, slots[i], slot)
-            address = args.rows + (Int64(slot) * args.chunks + chunk) * CHUNK_BYTES
-            loaded.append(ptx.load_or_zeros(cutlass.Uint32, 4, address, slot, "ge.s32"))
-        of_shared = ()
-        if cutlass.const_expr(config.adds_shared):  # under way together with the rows
-            of_shared = bf16_rows.load_words(args.shared + Int64(token) * args.shared_row_bytes + chunk * CHUNK_BYTES)
-        for words in loaded:
-            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(words), strict=True)]
-        if cutlass.const_expr(config.adds_shared):
-            if cutlass.const_expr(not config.fp32):
-                sums = bf16_rows.channels(bf16_rows.packed(sums))
-            sums = [add(a, b) for a, b in zip(sums, bf16_rows.channels(of_shared), strict=True)]
+        slots = expert_rows.in_order(experts, slots)
+        rows = expert_rows.load(args.rows, slots, token, chunk * CHUNK, CHUNK // 2, exists, config.adds_shared)
+        sums = expert_rows.total(rows, config.fp32, config.adds_shared)
         if cutlass.const_expr(config.fp32):
             for half in cutlass.range_constexpr(2):
                 ptx.store_f32x4(args.out + Int64(unit) * (4 * CHUNK) + 16 * half, tuple(sums[4 * half : 4 * half + 4]))
         else:
             ptx.store_16_bytes(args.out + Int64(unit) * CHUNK_BYTES, bf16_rows.packed(sums))
-
-
-def number_of_pair(address: Int64, exists: Int32) -> Int32:
-    """An int32 of the list, or 0 unless `exists` is positive; from L2, because L1 may hold an earlier layer's list
-    until this thread has waited."""
-    return ptx.load_or_zeros(Int32, 1, address, exists, "gt.s32", cache=".cg")
-
-
-def rank_of(experts: list, i: int) -> Int32:
-    """The rank of a token's i-th expert in the order of rising ids; equal ids keep their order."""
-    rank = Int32(0)
-    for j, other in enumerate(experts):
-        if j != i:
-            before = other <= experts[i] if j < i else other < experts[i]
-            rank = rank + cutlass.select_(before, Int32(1), Int32(0))
-    return rank
 
 
 def compile(config: Sum, arch: str) -> Callable[..., None]:
@@ -151,11 +115,7 @@ def sum_rows(
     out = torch.empty(tokens, d, dtype=dtype, device=slot_rows.device)
     chunks = d // CHUNK
     arguments = Arguments(
-        rows=slot_rows.data_ptr(),
-        experts=experts.data_ptr(),
-        slot_of_pair=slot_of_pair.data_ptr(),
-        shared=0 if shared is None else shared.data_ptr(),
-        shared_row_bytes=0 if shared is None else stride_bytes(shared, 0),
+        rows=expert_rows.arguments(slot_rows, experts, slot_of_pair, shared),
         chunks=chunks,
         num_chunks=tokens * chunks,
         out=out.data_ptr(),

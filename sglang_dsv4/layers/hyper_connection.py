@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
@@ -24,11 +25,12 @@ class Pending(NamedTuple):
     """Streams that a sublayer has read, and its output, which is still to be written back; None before the first."""
 
     streams: Tensor  # [T, n, d] model dtype; T: tokens of this rank's rows, see `sequence_parallel`
-    output: Tensor | Part | None = None  # [T, d] model dtype, of the sublayer; or this rank's part of it
+    output: Tensor | ExpertRows | Part | None = None
+    """[T, d] model dtype, of the sublayer; or rows of experts whose sum it is; or this rank's part of it."""
     post: Tensor | None = None  # [T, n] fp32
     comb: Tensor | None = None  # [T, n, n] fp32
 
-    def with_output(self, output: Tensor | Part) -> Pending:
+    def with_output(self, output: Tensor | ExpertRows | Part) -> Pending:
         """The same streams with the sublayer's output [T, d], or a part of it, to be written back."""
         return Pending(self.streams, output, self.post, self.comb)
 
@@ -109,8 +111,7 @@ class HyperConnectionHead(nn.Module):
             the streams [T, n, d], and the normed rows [T, d] from which the logits are made.
         """
         streams, output, post, comb = pending
-        if isinstance(output, Part):
-            output = output.total()
+        output = output.total() if isinstance(output, Part) else summed(output)
         return hc_finish(
             output, streams, post, comb, self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps
         )

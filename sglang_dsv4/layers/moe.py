@@ -16,7 +16,7 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import expert_rows, experts_forward, fused_swiglu, sum_expert_rows, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts, row_exchange
-from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, together
+from sglang_dsv4.layers.concurrent import in_order, joins, leaves_expert_rows, side_by_side, together
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
@@ -33,6 +33,7 @@ from sglang_dsv4.weights.updates.host_part import HostPart
 if TYPE_CHECKING:
     from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
+    from dsv4_kernels.host.expert_rows import ExpertRows
     from sglang_dsv4.layers.packed_experts import Work
 
 
@@ -279,9 +280,9 @@ class MoE(nn.Module):
 
     def forward(
         self, given: SublayerInput, input_ids: Tensor, rows: RowShards | RowsOfExperts = ALL_ROWS
-    ) -> Tensor | Part:
+    ) -> Tensor | ExpertRows | Part:
         """The sublayer's output [T, d] in the model's dtype, for this rank's rows, or this rank's part of it for the
-        next boundary; `input_ids [T]`.
+        next boundary; `input_ids [T]`. With few tokens the boundary also sums over experts.
 
         `given` and `input_ids` are of the rows of all groups with attention data parallelism. The sum over experts is
         fp32, see `rank_sum`.
@@ -304,7 +305,8 @@ class MoE(nn.Module):
             slot_rows, shared = side_by_side(
                 lambda: self.experts.multiply(x, work, quantised), lambda: shared_expert.down(hidden), tokens
             )
-            both = self.experts.sum(slot_rows, work, shared, dtype)
+            both = self.experts.rows_to_sum(slot_rows, work, shared, dtype)
+            both = both if leaves_expert_rows(tokens) else both.total()
         else:
             shared = shared_expert.down(hidden)
             # PyTorch adds two bf16 rows in fp32 and rounds once, if the result is bf16.

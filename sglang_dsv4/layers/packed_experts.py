@@ -23,6 +23,7 @@ from sglang_dsv4.model_config.config import Config, ConfigError
 from sglang_dsv4.seam.moe_runner import KERNELS, RUNNER, reason_against
 
 if TYPE_CHECKING:
+    from dsv4_kernels.host.expert_rows import ExpertRows
     from dsv4_kernels.moe import Mxfp4Experts, Nvfp4Experts
     from dsv4_kernels.moe.sm90.launch import Work as HopperWork
     from dsv4_kernels.moe.sm90.weights import HopperExperts
@@ -47,7 +48,7 @@ def kernels_of_gpu() -> str:
 
 
 def launch_module(name: str) -> ModuleType:
-    """The module with `plan_work`, `multiply_all` and `sum_products` of an implementation of `kernels_of_gpu`."""
+    """The module with `plan_work`, `multiply_all` and `rows_to_sum` of an implementation of `kernels_of_gpu`."""
     if name == "sm90":
         from dsv4_kernels.moe.sm90 import launch
     else:
@@ -133,7 +134,7 @@ class PackedExperts(LocalExperts):
         return joins or self.kernels != "sm90"
 
     def multiply(self, x: Tensor, work: Work, quantised: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The weighted outputs of this rank's experts, for `sum`.
+        """The weighted outputs of this rank's experts, for `rows_to_sum`.
 
         Args:
             x: [T, d] bf16.
@@ -142,16 +143,16 @@ class PackedExperts(LocalExperts):
         """
         return launch_module(self.kernels).multiply_all(x, work, self.arranged, self.swiglu_limit, quantised)
 
-    def sum(self, slot_rows: Tensor, work: Work, shared: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's part of the sum over experts, the shared expert included: [T, d] in `dtype`.
+    def rows_to_sum(self, slot_rows: Tensor, work: Work, shared: Tensor, dtype: torch.dtype) -> ExpertRows:
+        """The rows whose sum is this rank's part of the output, the shared expert included: [T, d] in `dtype`.
 
         Args:
             slot_rows: the result of `multiply`.
             work: the result of `plan`.
             shared: [T, d] bf16, the shared expert's part.
-            dtype: of the result, fp32 or bf16.
+            dtype: of the sum, fp32 or bf16.
         """
-        return launch_module(self.kernels).sum_products(slot_rows, work, dtype, shared)
+        return launch_module(self.kernels).rows_to_sum(slot_rows, work, dtype, shared)
 
     def rows_of_pairs(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [slots, d] bf16 of this rank's experts, and the row of each pair [T, k] int32, negative on other ranks.
@@ -167,7 +168,7 @@ class PackedExperts(LocalExperts):
         return self.multiply(x, work, None), work.listed.slot_of_pair
 
     def sum_of_pairs(self, rows: Tensor, row_of_pair: Tensor, experts: Tensor, shared: Tensor) -> Tensor:
-        """The sum over experts with the bits of `sum` on one rank; arguments as for `ReferenceExperts.sum_of_pairs`.
+        """The sum over experts with the bits of one rank's sum; arguments as for `ReferenceExperts.sum_of_pairs`.
 
         `rows`, which must be contiguous, `shared` and the result are bf16.
         """

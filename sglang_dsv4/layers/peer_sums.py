@@ -31,6 +31,7 @@ from sglang.srt.distributed import get_tp_group
 from torch import Tensor
 
 from dsv4_kernels.all_reduce import all_reduce
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import VECTOR_BYTES, Mailboxes
 from sglang_dsv4 import env
 from sglang_dsv4.layers import data_parallel
@@ -121,30 +122,31 @@ def total(part: Tensor) -> Tensor | None:
 class Part(NamedTuple):
     """This rank's part of a sublayer's output, which the next boundary sums over the ranks."""
 
-    rows: Tensor  # [T, d] model dtype, or fp32
+    rows: Tensor | ExpertRows  # [T, d] model dtype, or fp32; or rows of experts whose sum the part is
     dtype: torch.dtype  # of the model
 
     @property
     def mailboxes(self) -> Mailboxes:
         """The mailboxes of the group."""
         assert _mailboxes is not None, "a part has been left to a boundary without mailboxes"
-        return _with_limit(_mailboxes, self.rows)
+        return _with_limit(_mailboxes, self.rows.shared if isinstance(self.rows, ExpertRows) else self.rows)
 
     def total(self) -> Tensor:
         """The sublayer's output [T, d] in the model's dtype, for a reader that is no boundary."""
-        return all_reduce(self.rows, self.mailboxes).to(self.dtype)
+        return all_reduce(summed(self.rows), self.mailboxes).to(self.dtype)
 
 
-def left_to_boundary(part: Tensor, dtype: torch.dtype) -> Part | None:
+def left_to_boundary(part: Tensor | ExpertRows, dtype: torch.dtype) -> Part | None:
     """The part, if the next boundary sums it; else None. All ranks decide alike.
 
     Args:
-        part: [T, d] of a sublayer's output, of rows that all ranks have.
+        part: [T, d] of a sublayer's output, of rows that all ranks have; or the rows of experts whose sum it is.
         dtype: of the model.
     """
-    if _mailboxes is None or not 0 < len(part) <= boundary_tokens(part.shape[-1], part.dtype, dtype):
+    tokens, dim = part.shape
+    if _mailboxes is None or not 0 < tokens <= boundary_tokens(dim, part.dtype, dtype):
         return None
-    return Part(part.contiguous(), dtype)
+    return Part(part if isinstance(part, ExpertRows) else part.contiguous(), dtype)
 
 
 def boundary_tokens(dim: int, parts: torch.dtype, dtype: torch.dtype) -> int:

@@ -33,6 +33,7 @@ from sglang.srt.distributed.utils import all_gather_single, reduce_scatter_singl
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 from sglang_dsv4.determinism import flag
 from sglang_dsv4.layers import data_parallel, peer_sums
@@ -53,12 +54,14 @@ def output_of_attention(part: Tensor, rows: RowShards) -> Tensor | Part:
     return sum_attention(part, rows)
 
 
-def output_of_experts(part: Tensor, rows: RowShards | RowsOfAllGroups, dtype: torch.dtype) -> Tensor | Part:
+def output_of_experts(
+    part: Tensor | ExpertRows, rows: RowShards | RowsOfAllGroups, dtype: torch.dtype
+) -> Tensor | Part:
     """The experts' output [T, d] in `dtype` for this rank's rows, or this rank's `part [T, d]` of it for the next
-    boundary."""
+    boundary; of `ExpertRows` the part is the sum."""
     if rows.is_whole and (left := peer_sums.left_to_boundary(part, dtype)) is not None:
         return left
-    return sum_over_ranks(part, rows).to(dtype)
+    return sum_over_ranks(summed(part), rows).to(dtype)
 
 
 def sum_attention(part: Tensor, rows: RowShards) -> Tensor:

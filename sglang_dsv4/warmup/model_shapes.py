@@ -47,7 +47,9 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
     nvfp4 = config.nvfp4_experts and not is_draft  # a draft's experts stay MXFP4
     joins = on_gpu and concurrent.is_on()
     exchanges = row_exchange.is_on()
-    shared_ranks = 1 if exchanges else get_parallel().tp_size
+    ranks = get_parallel().tp_size
+    shared_ranks = 1 if exchanges else ranks
+    boundary_tokens = peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype)
     return ModelShapes(
         attention=attention_shapes(geometry, heads, device, _heads_of_own_rows(config, is_draft)),
         hidden_size=config.hidden_size,
@@ -70,11 +72,12 @@ def model_shapes(config: Config, geometry: PoolGeometry, heads: int, device: tor
         nvfp4_experts=packed and nvfp4,
         exchanges_rows=exchanges,
         # Several ranks' parts of the sum are fp32 on a GPU under the flag only: `rank_sum.dtype_of_parts`.
-        experts_sum_fp32=packed and not exchanges and get_parallel().tp_size > 1 and flag.is_on(),
+        experts_sum_fp32=packed and not exchanges and ranks > 1 and flag.is_on(),
         shared_channels=config.moe_intermediate_size // shared_ranks if joins else 0,
         joins_launches=joins,
+        leaves_expert_rows=joins and packed and not exchanges and (ranks == 1 or boundary_tokens > 0),
         peer_sum_ranks=peer_sums.ranks(),
-        peer_boundary_tokens=peer_sums.boundary_tokens(config.hidden_size, geometry.dtype, geometry.dtype),
+        peer_boundary_tokens=boundary_tokens,
     )
 
 

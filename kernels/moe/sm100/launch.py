@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.arch import architecture, hardware_multiprocessors
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.strides import check_codes, check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -275,6 +276,12 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
     with dependent_launch.switched(work.overlaps):
         arch = architecture("sm100", slot_rows.device)
         return sums.sum_rows(slot_rows, work.experts, work.listed.slot_of_pair, dtype, shared, arch)
+
+
+def rows_to_sum(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor) -> ExpertRows:
+    """The rows that `sum_products` sums, for a boundary that sums them; arguments as for `sum_products`."""
+    total = partial(sum_products, slot_rows, work, dtype, shared)
+    return ExpertRows(slot_rows, work.experts, work.listed.slot_of_pair, shared, dtype, total)
 
 
 def check_packed(name: str, packed: Packed, of_type: type, multiple: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, H200_MULTIPROCESSORS, hardware_multiprocessors
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.launch import MOST_CTAS_IN_Y, current_stream, load_launcher
 from dsv4_kernels.host.strides import check_codes, check_rows, stride_bytes
 from dsv4_kernels.model_shapes import ModelShapes
@@ -288,6 +289,14 @@ def few_plans(hidden_size: int, gathers: bool) -> tuple[FewPlan, FewPlan]:
     return few_plan(Product.GATE_UP, hidden_size // STEP, quantises=not gathers), few_plan(Product.DOWN)
 
 
+def reads_ahead(work: Work) -> bool:
+    """Whether the sum may read its lists before the launch before has ended.
+
+    The products of few tokens call `begin`, as does a product of the shared expert after them.
+    """
+    return work.shape is FEW
+
+
 def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
     """The sum over the experts of each token: [T, d] in `dtype`.
 
@@ -301,8 +310,13 @@ def sum_products(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tens
         ValueError: rows of `shared` cannot be read 16 bytes at a time.
     """
     with dependent_launch.switched(work.overlaps):
-        # The products of few tokens call `begin`, as does a product of the shared expert after them.
-        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared, reads_ahead=work.shape is FEW)
+        return sum_rows(slot_rows, work.experts, work.listed, dtype, shared, reads_ahead=reads_ahead(work))
+
+
+def rows_to_sum(slot_rows: Tensor, work: Work, dtype: torch.dtype, shared: Tensor) -> ExpertRows:
+    """The rows that `sum_products` sums, for a boundary that sums them; arguments as for `sum_products`."""
+    total = partial(sum_products, slot_rows, work, dtype, shared)
+    return ExpertRows(slot_rows, work.experts, work.listed.slot_of_pair, shared, dtype, total, reads_ahead(work))
 
 
 def experts_forward(

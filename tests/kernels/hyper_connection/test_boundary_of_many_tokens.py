@@ -94,23 +94,17 @@ def test_deleted_synchronisation_is_noticed(launched: int, kernel: str) -> None:
 def test_resources(arch: str) -> None:
     """Flash's width: one CTA of the first launch and two of the second fit a multiprocessor; two words of the first
     are on the stack."""
-    from cutlass import Int32
     from lib.cubin import resources
     from ptx_emulator import emulated
 
-    from dsv4_kernels.host.launch import load_launcher
     from dsv4_kernels.hyper_connection import many_tokens
     from dsv4_kernels.hyper_connection.plan import Plan
 
-    plans = many_tokens.plans(Plan(8, 4096, 24, True, teams=2, fp8=True))
-    kernels, limits = (many_tokens.Multiplication, many_tokens.Mixture), ((255, 8), (112, 0))
-    for plan, kernel, (registers, stack_bytes) in zip(plans, kernels, limits, strict=True):
-        with emulated(arch=arch):
-            launch = kernel(plan).launch
-            found = resources(
-                load_launcher("boundary", plan, arch, launch, many_tokens.ArgumentsOfSums, Int32).__cubin__
-            )
-        assert found["registers"] <= registers and found["stack_bytes"] <= stack_bytes, (kernel, found)
+    with emulated(arch=arch):
+        multiply, mix = many_tokens.compile(Plan(8, 4096, 24, True, teams=2, fp8=True), arch)
+    for kernel, (registers, stack_bytes) in ((multiply, (255, 8)), (mix, (112, 0))):
+        found = resources(kernel.__cubin__)
+        assert found["registers"] <= registers and found["stack_bytes"] <= stack_bytes, found
 
 
 @pytest.mark.gpu

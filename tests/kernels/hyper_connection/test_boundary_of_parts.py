@@ -243,6 +243,7 @@ def test_what_is_compiled_ahead(arch: str, fp32: bool) -> None:
     from dsv4_kernels.hyper_connection import gpu
 
     shapes = {"hidden_size": 4096, "quantises_inputs": True, "experts_sum_fp32": fp32, "peer_sum_ranks": 4}
+    shapes["leaves_expert_rows"] = False
     model = SimpleNamespace(**shapes, peer_boundary_tokens=64)
     compiled = {job.args for job in gpu.parts_compile_jobs(model, arch)}
     called = {

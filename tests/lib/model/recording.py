@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4_kernels.compressor import Compression, Groups
 from dsv4_kernels.host import joint_launch
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.hyper_connection import hc_post
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.norm_rope_store import Destination
@@ -43,15 +44,16 @@ class Recording:
         return torch.cat(parts).cpu()
 
 
-def tensor_of(value: Tensor | SublayerInput | Pending) -> Tensor:
-    """Return the rows of an input; streams with a pending update applied; other tensors as they are."""
-    if isinstance(value, Tensor):
-        return value
+def tensor_of(value: Tensor | SublayerInput | ExpertRows | Pending) -> Tensor:
+    """Return the rows of an input; the sum of experts' rows; streams with a pending update applied; other tensors as
+    they are."""
+    if isinstance(value, Tensor | ExpertRows):
+        return summed(value)
     if isinstance(value, SublayerInput):
         return value.rows
     if value.output is None:
         return value.streams
-    return hc_post(value.output, value.streams, value.post, value.comb)
+    return hc_post(summed(value.output), value.streams, value.post, value.comb)
 
 
 @contextmanager

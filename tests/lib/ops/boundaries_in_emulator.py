@@ -12,6 +12,7 @@ from ops.ranks_in_emulator import Ranks, parts_of
 from ops.row_kernels import ARCH
 from torch import Tensor
 
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import CLUSTER, Mailboxes, Plan
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
@@ -36,7 +37,7 @@ class Boundary:
     fp8: bool = False
     dim: int = DIM
     seed: int = 0
-    parts: list[Tensor] = field(default_factory=list)
+    parts: list[Tensor | ExpertRows] = field(default_factory=list)
     """[rank] of the rank; random if none are given."""
 
     def __post_init__(self) -> None:
@@ -49,17 +50,17 @@ class Boundary:
     def inputs(self) -> Inputs:
         return _inputs(self.num_tokens, self.dim)
 
-    def with_parts(self, parts: list[Tensor]) -> Boundary:
+    def with_parts(self, parts: list[Tensor] | list[ExpertRows]) -> Boundary:
         return replace(self, parts=parts)
 
     def sum(self) -> Tensor:
         """The sum of all parts in their dtype."""
-        return sum_in_order(torch.stack(self.parts))
+        return sum_in_order(torch.stack([summed(part) for part in self.parts]))
 
     def __call__(self, rank: int, boxes: Mailboxes) -> tuple[Tensor, ...]:
         return self.run(self.parts[rank], boxes)
 
-    def run(self, y: Tensor, boxes: Mailboxes | None) -> tuple[Tensor, ...]:
+    def run(self, y: Tensor | ExpertRows, boxes: Mailboxes | None) -> tuple[Tensor, ...]:
         """Results of one rank; of the boundary without ranks, if there are no mailboxes."""
         from dsv4_kernels.hyper_connection import gpu
 

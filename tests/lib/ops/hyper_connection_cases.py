@@ -6,9 +6,12 @@ import math
 from typing import NamedTuple
 
 import torch
+from ops.memory_layout import strided
 from torch import Tensor
 
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.hyper_connection import ref
+from dsv4_kernels.moe.ref import sum_expert_rows
 
 NORM_EPS, HC_EPS = 0.25, 0.03  # far larger than the model's 1e-6: a misplaced one must change the result in bf16, too
 U32, U16 = 2.0**-24, 2.0**-8
@@ -20,7 +23,7 @@ ITERATIONS = 20
 class Inputs(NamedTuple):
     """Inputs of `hc_boundary`; the first four rows of fn, base and scale serve as a head's."""
 
-    y: Tensor
+    y: Tensor | ExpertRows
     streams: Tensor
     post: Tensor
     comb: Tensor
@@ -56,6 +59,33 @@ def inputs(num_tokens: int, d: int, seed: int = 0, weight: torch.dtype = torch.f
         1 + 0.3 * torch.randn(3, generator=g),
         (1 + 0.1 * torch.randn(d, generator=g)).to(weight),
     )
+
+
+def expert_rows(
+    num_tokens: int, d: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, chosen: int = 4
+) -> ExpertRows:
+    """Random rows of experts in every order, some of them on other ranks. In every third column the first two of a
+    token cancel, so that another order of adding gives other bits. Rows that no list names are NaN, as are the gaps
+    between the rows of `shared`."""
+    g = torch.Generator().manual_seed(100 + seed)
+    pairs = num_tokens * chosen
+    places = torch.randperm(pairs + 5, generator=g)[:pairs]
+    rows = torch.full((pairs + 5, d), math.nan, dtype=torch.bfloat16)
+    values = torch.randn(num_tokens, chosen, d, generator=g)
+    values[:, 0, ::3] *= 2.0**18
+    values[:, 1, ::3] = -values[:, 0, ::3]
+    rows[places] = values.flatten(0, 1).bfloat16()
+    slots = places.int().view(num_tokens, chosen)
+    slots[:, 2:][torch.rand(num_tokens, chosen - 2, generator=g) < 0.3] = -1
+    experts = torch.stack([torch.randperm(9, generator=g)[:chosen] for _ in range(num_tokens)]).int()
+    shared = strided(torch.randn(num_tokens, d, generator=g).bfloat16(), 0, 8)
+
+    def total() -> Tensor:
+        with_zeros = torch.cat([rows, torch.zeros(1, d, dtype=rows.dtype)])  # a slot of -1 is the last row
+        sums = sum_expert_rows(with_zeros, slots, experts)
+        return sums + shared if dtype == torch.float32 else sums.bfloat16() + shared
+
+    return ExpertRows(rows, experts, slots, shared, dtype, total)
 
 
 def exact_streams(i: Inputs) -> tuple[Tensor, Tensor]:

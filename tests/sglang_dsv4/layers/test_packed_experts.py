@@ -18,13 +18,15 @@ from ops.experts_cases import packed_experts as random_experts
 from ops.number_formats import same_bits
 from torch import Tensor, nn
 
-from dsv4_kernels.host import compile_cache
+from dsv4_kernels.host import compile_cache, expert_rows
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.moe import ref
 from sglang_dsv4.determinism import sglang_operators
 from sglang_dsv4.layers import local_experts, moe, packed_experts
 from sglang_dsv4.layers.linear import SublayerInput
 from sglang_dsv4.layers.nvfp4_experts import packed_experts_of
 from sglang_dsv4.layers.packed_experts import PackedExperts
+from sglang_dsv4.layers.sequence_parallel import RowShards
 from sglang_dsv4.model_config.config import ConfigError
 from sglang_dsv4.seam import moe_runner as experts_runner
 from sglang_dsv4.weights.updates.host_part import Part
@@ -81,7 +83,7 @@ def forward(layer: PackedExperts, shared: Tensor | None = None, dtype: torch.dty
     with emulated(arch="sm_90a", multiprocessors=3):
         x, *chosen = batch()
         work = layer.plan(*chosen)
-        return layer.sum(layer.multiply(x, work, None), work, shared, dtype)
+        return layer.rows_to_sum(layer.multiply(x, work, None), work, shared, dtype).total()
 
 
 def expected() -> Tensor:
@@ -247,11 +249,13 @@ class Given:
     down = __call__
 
 
+@pytest.mark.parametrize("most", [10, 11], ids=["sums", "leaves-rows"])
 @pytest.mark.parametrize(("tp_size", "parts"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
 def test_the_layer_adds_the_shared_expert(
-    rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rank: Callable[..., PackedExperts], tp_size: int, parts: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sum is in bf16 on one rank; on several ranks a rank's part has the dtype in which parts are added."""
+    """The sum is in bf16 on one rank; on several ranks a rank's part has the dtype in which parts are added. Of few
+    tokens the rows are left to the boundary."""
     from ptx_emulator import emulated
 
     x, weights, ids = batch()
@@ -261,11 +265,21 @@ def test_the_layer_adds_the_shared_expert(
     layer.gate, layer.shared_experts, layer.tp_size = Given((weights, ids)), Given(shared), tp_size
     layer.experts = rank()
     summed: list[Tensor] = []
-    monkeypatch.setattr(moe, "output_of_experts", lambda part, rows, dtype: summed.append(part) or (2 * part).to(dtype))
+
+    def output(part: Tensor | ExpertRows, rows: RowShards, dtype: torch.dtype) -> Tensor:
+        assert isinstance(part, ExpertRows) == (most == 11)
+        summed.append(expert_rows.summed(part))
+        return (2 * summed[0]).to(dtype)
+
+    monkeypatch.setattr(moe, "output_of_experts", output)
+    monkeypatch.setattr(expert_rows, "MOST_TOKENS", most)
     monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):
         found = layer(SublayerInput(x, None), torch.zeros(len(x), dtype=torch.int64))
+        if tp_size == 1:
+            assert isinstance(found, ExpertRows) == (most == 11)
+            found = expert_rows.summed(found)
     if tp_size == 1:
         assert not summed and same_bits(found, routed.bfloat16() + shared)
     else:
@@ -325,12 +339,12 @@ def test_its_kernels_are_compiled_ahead(chosen: None, rank: Callable[..., Packed
         layer = rank()
         x, *choice = batch()
         work = layer.plan(*choice)
-        layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
+        layer.rows_to_sum(layer.multiply(x, work, None), work, x, torch.bfloat16).total()
         for tokens in (10 * EXPERTS, 64 * EXPERTS):
             x = torch.zeros(tokens, D, dtype=torch.bfloat16)
             ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
             work = layer.plan(torch.ones(ids.shape), ids)
-            layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
+            layer.rows_to_sum(layer.multiply(x, work, None), work, x, torch.bfloat16).total()
             layer.sum_of_pairs(*layer.rows_of_pairs(x, torch.ones(ids.shape), ids), ids, x)
     assert len(compile_cache.origins()) == known
 

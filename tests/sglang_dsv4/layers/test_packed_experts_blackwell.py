@@ -90,7 +90,7 @@ def forward(layer: PackedExperts, shared: Tensor | None = None, dtype: torch.dty
     with emulated_on(3):
         x, *chosen = batch()
         work = layer.plan(*chosen)
-        return layer.sum(layer.multiply(x, work, None), work, shared, dtype)
+        return layer.rows_to_sum(layer.multiply(x, work, None), work, shared, dtype).total()
 
 
 def expected(nvfp4: bool) -> Tensor:
@@ -218,5 +218,5 @@ def test_its_kernels_are_compiled_ahead(rank: Callable[..., PackedExperts], opti
             x = torch.zeros(tokens, D, dtype=torch.bfloat16)
             ids = torch.arange(CHOSEN, dtype=torch.int32).expand(tokens, CHOSEN).contiguous()
             work = layer.plan(torch.ones(ids.shape), ids)
-            layer.sum(layer.multiply(x, work, None), work, x, torch.bfloat16)
+            layer.rows_to_sum(layer.multiply(x, work, None), work, x, torch.bfloat16).total()
     assert len(compile_cache.origins()) == known

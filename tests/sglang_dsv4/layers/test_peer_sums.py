@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ops.hyper_connection_cases import expert_rows
 from torch import Tensor
 
 from dsv4_kernels import registry
 from dsv4_kernels.all_reduce import peer_memory
 from dsv4_kernels.all_reduce.peer_memory import CannotConnectError
+from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import Mailboxes, Plan
 from dsv4_kernels.hyper_connection import hc_boundary
 from sglang_dsv4.layers import hyper_connection, peer_sums, rank_sum
@@ -177,15 +179,16 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Mailboxes:
     monkeypatch.setattr(rank_sum.data_parallel, "is_on", lambda: False)
     monkeypatch.setattr(peer_sums, "all_reduce", lambda part, boxes: 2 * part)
 
-    def boundary_of_parts(part: Tensor, boxes: Mailboxes, *arguments: object, **options: object) -> tuple:
-        assert boxes == replace(made, time_limit=boxes.time_limit) and part.is_contiguous()
-        return hc_boundary((2 * part).to(torch.bfloat16), *arguments, **options)
+    def boundary_of_parts(part: Tensor | ExpertRows, boxes: Mailboxes, *arguments: object, **options: object) -> tuple:
+        assert boxes == replace(made, time_limit=boxes.time_limit)
+        assert isinstance(part, ExpertRows) or part.is_contiguous()
+        return hc_boundary((2 * summed(part)).to(torch.bfloat16), *arguments, **options)
 
     monkeypatch.setattr(hyper_connection, "hc_boundary_of_parts", boundary_of_parts)
     return made
 
 
-def written_back(output: Tensor | Part, streams: Tensor, sublayer: HyperConnection) -> list[Tensor]:
+def written_back(output: Tensor | ExpertRows | Part, streams: Tensor, sublayer: HyperConnection) -> list[Tensor]:
     pending = Pending(streams, None, torch.ones(len(streams), 4), torch.eye(4).repeat(len(streams), 1, 1) / 2)
     made, after = sublayer(pending.with_output(output), SimpleNamespace(weight=torch.ones(1024), eps=1e-6), ALL_ROWS)
     return [made.rows, after.streams, after.post, after.comb]
@@ -210,6 +213,26 @@ def test_few_tokens_are_left_to_the_boundary(two_ranks: Mailboxes, parts: torch.
             assert torch.equal(whole, summed) and whole.dtype == torch.bfloat16
             found, wanted = written_back(output, streams, sublayer), written_back(summed, streams, sublayer)
             assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_experts_are_left_to_the_boundary(two_ranks: Mailboxes, dtype: torch.dtype) -> None:
+    """On one rank and on two; with more tokens than a boundary takes, their sum is made first."""
+    sublayer, head = HyperConnection(CONFIG), HyperConnectionHead(CONFIG)
+    for parameter in (*sublayer.parameters(), *head.parameters()):
+        torch.nn.init.normal_(parameter, std=0.01)
+    norm = SimpleNamespace(weight=torch.ones(1024), eps=1e-6)
+    for tokens in (1, 5, peer_sums.BOUNDARY_TOKENS + 1):
+        rows, streams = expert_rows(tokens, 1024, dtype, seed=tokens), torch.randn(tokens, 4, 1024).bfloat16()
+        state = (torch.ones(tokens, 4), torch.eye(4).repeat(tokens, 1, 1))
+        output = rank_sum.output_of_experts(rows, ALL_ROWS, torch.bfloat16)
+        assert isinstance(output, Part) == (tokens <= peer_sums.BOUNDARY_TOKENS)
+        pairs = [(output, (2 * rows.total()).bfloat16())]
+        pairs += [(rows, rows.total())] if dtype == torch.bfloat16 else []
+        for left, whole in pairs:
+            found, wanted = written_back(left, streams, sublayer), written_back(whole, streams, sublayer)
+            assert all(map(torch.equal, found, wanted))
+            assert all(map(torch.equal, *(head(Pending(streams, y, *state), norm) for y in (left, whole))))
 
 
 def test_the_head_sums_what_the_last_sublayer_left(two_ranks: Mailboxes) -> None:

@@ -159,6 +159,27 @@ def test_kernels_of_exchanged_rows(hopper: dict[tuple, bool], monkeypatch: pytes
     assert found == [(1, True, channels // 4, False), (0, False, channels, True)]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "boundary_tokens", "packed", "leaves"),
+    [(1, 0, True, True), (4, 64, True, True), (4, 0, True, False), (1, 0, False, False)],
+    ids=["one", "boundaries-sum", "another-library-sums", "other-experts"],
+)
+def test_who_leaves_the_rows_of_experts(
+    hopper: dict[tuple, bool],
+    ranks: int,
+    boundary_tokens: int,
+    packed: bool,
+    leaves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A boundary sums over experts if they are ours, and if it sums over ranks where there are several."""
+    monkeypatch.setattr(model_shapes.packed_experts, "is_chosen", lambda: packed)
+    monkeypatch.setattr(model_shapes.peer_sums, "boundary_tokens", lambda *sizes: boundary_tokens)
+    for module in (model_shapes, model_shapes.grouped_projection):
+        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_size=ranks, attn_tp_size=ranks))
+    assert model_shapes.model_shapes(config(), GEOMETRY, HEADS, CUDA).leaves_expert_rows == leaves
+
+
 @pytest.mark.parametrize(("preset", "blocks"), [("flash", False), ("flash-0731", True)], ids=["mtp", "dspark"])
 def test_kernels_of_speculation_are_compiled(hopper: dict[tuple, bool], preset: str, blocks: bool) -> None:
     """Target steps of one token and of all verified tokens; for a draft also its blocks, and norms of hidden_size."""
