@@ -188,7 +188,9 @@ class Mixture(HyperConnection):
         plan = self.plan
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        first, lane, warp = cta * plan.tokens, thread % WARP, thread // WARP
+        num_ctas, _, _ = cute.arch.grid_dim()
+        # The last groups first: their streams are the ones that L2 still has.
+        first, lane, warp = (num_ctas - 1 - cta) * plan.tokens, thread % WARP, thread // WARP
         shared = cutlass.utils.SmemAllocator().allocate(_shared_of_mixture(plan))
         dependent_launch.begin()
         if warp < MIXTURE_WARPS:
