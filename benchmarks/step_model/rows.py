@@ -39,7 +39,7 @@ ROW_KERNELS = {
 }
 BOUNDARY_INSTRUCTIONS = {1: 4279, 2: 4731, 4: 5596, 8: 7326}
 """PTX instructions of a warp of a boundary by the tokens of its group; with 8 by the step from 2 to 4."""
-EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933}
+EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
 INTERLEAVED_CLOCKS = {1: 2977 - 1853, 2: 2964 - 1914, 4: 2969 - 1923, 8: 2789 - 1822}
