@@ -49,7 +49,7 @@ SUMS_CLOCKS = 180
 BALANCE_CLOCKS = 3515
 """Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
 an iteration, 64 of which are eight reciprocals. The other warps, whose squares cross once more, take 1,500."""
-EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933}
+EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
 MOST_BYTES = {2: 8 << 20, 4: 4 << 20, 8: 1 << 20}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from lib.experts_inputs import MODELS, Model
 
-from dsv4_kernels.host.expert_rows import MOST_TOKENS as EXPERT_ROWS_TOKENS
 from dsv4_kernels.host.joint_launch import CHAIN_THREADS, MOST_TOKENS
 from dsv4_kernels.moe.sm90.plan import NARROW
 from step_model import attention, blackwell, experts, index, products, rows
@@ -68,11 +67,11 @@ class Forward:
     expert_rows: bool = True
     """Whether boundaries of few tokens may sum over experts."""
 
-    @property
-    def sums_in_boundaries(self) -> bool:
+    def sums_in_boundaries(self, gpu: Gpu) -> bool:
         """Return whether boundaries sum over experts."""
         in_one = self.ranks == 1 or self.parts
-        return self.expert_rows and in_one and not self.prefill and self.tokens <= EXPERT_ROWS_TOKENS
+        most = MOST_TOKENS["sm90" if gpu.is_hopper else "sm100"]
+        return self.expert_rows and in_one and not self.prefill and self.tokens <= most
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -200,7 +199,7 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
         rows.row_kernel("swiglu_fp8", t, gpu, model.channels / 2048),
         *product("shared down", t, m.dim, model.channels, gpu),
     ]
-    after = [] if f.sums_in_boundaries else main[-1:]
+    after = [] if f.sums_in_boundaries(gpu) else main[-1:]
     if gpu.is_hopper or f.prefill:
         return Sublayer(main[:-1], side, after)
     (gate, router, work_list, gate_and_up, down, _), (shared, swiglu, shared_down) = main, side
@@ -224,7 +223,7 @@ def boundaries(f: Forward, gpu: Gpu, of_experts: bool = False) -> list[Launch]:
     if f.ranks == 1 or (f.parts and t <= 64):
         alone = rows.boundary("boundary", t, m.dim, gpu)
         made = alone if f.ranks == 1 else rows.boundary_of_parts("boundary", t, m.dim, f.ranks, gpu)
-        return [rows.summing_experts(made, t, m.dim, gpu) if of_experts and f.sums_in_boundaries else made]
+        return [rows.summing_experts(made, t, m.dim, gpu) if of_experts and f.sums_in_boundaries(gpu) else made]
     summed = rows.sum_over_ranks("sum over ranks", t, m.dim, f.ranks, gpu)
     return [summed, rows.boundary("boundary", t, m.dim, gpu)]
 
@@ -278,7 +277,7 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
             total += times * add(boundaries(f, gpu, bool(of_experts)), times)
     wanted = 1 if f.prefill else f.tokens
     logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)
-    if f.sums_in_boundaries:  # the last layer's experts are followed by no boundary
+    if f.sums_in_boundaries(gpu):  # the last layer's experts are followed by no boundary
         total += add(experts_sublayer(replace(f, expert_rows=False), gpu).after, 1)
     total += add([logits], 1) + OTHER_LAUNCHES * OTHER_US
     by_launch["others"] = OTHER_LAUNCHES * OTHER_US

@@ -11,7 +11,7 @@ with the attribute:
 1. A thread waits before its first access to global memory, load or store: the previous kernel may still write data that
    this kernel reads, or read data that this kernel overwrites (memory is reused along the stream). Before the wait a
    kernel may compute indices, use shared memory and barriers, and read weights that no kernel writes while a model
-   runs. Five weights are read ahead: `fn` of the hyper-connections (`hyper_connection/kernel.py`), the weights of FP8
+   runs. Five weights are read ahead: `fn` of the hyper-connections (`hyper_connection/products.py`), the weights of FP8
    products (`linear/fp8_kernel.py` for few tokens on Hopper, `linear/fp8_tcgen05.py`), those of products in fp32 by
    clusters (`linear/cluster.py`), `wo_a` of few output groups (`linear/fp8_weight_resident.py`), and `w2` of the
    experts of few tokens (`moe/sm90/few_kernel.py`). The codes of

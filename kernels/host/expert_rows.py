@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 16
-"""Most tokens of a forward whose boundaries sum over experts. A thread of a boundary then has eight channels of one
-token at most on Hopper, and so loads as many rows at once as a thread of the sum's own launch."""
-
 
 @dataclass(frozen=True)
 class ExpertRows:

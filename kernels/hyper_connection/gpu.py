@@ -14,15 +14,15 @@ from torch import Tensor
 
 from dsv4_kernels.device import expert_rows
 from dsv4_kernels.device.peer_words import peers_of
-from dsv4_kernels.host import mailboxes
+from dsv4_kernels.host import joint_launch, mailboxes
 from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import ARCHITECTURES, architecture, clusters_at_once, implementation_of
-from dsv4_kernels.host.expert_rows import MOST_TOKENS as MOST_TOKENS_OF_EXPERTS
 from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
 from dsv4_kernels.host.strides import check_rows, stride_bytes
+from dsv4_kernels.hyper_connection import many_tokens
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import (
     HEAD_ROWS,
@@ -178,7 +178,7 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
     if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
         made += plans(model.hidden_size, False, arch, fewest=model.fewest_own_rows)
     if model.leaves_expert_rows and not model.peer_boundary_tokens:
-        for size in _sizes(MOST_TOKENS_OF_EXPERTS):
+        for size in _sizes(_joint_tokens(arch)):
             for clusters in possible_clusters(arch, size):
                 form = (model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs)
                 made += _summing_experts(chosen(size, *form, clusters), model, arch)
@@ -197,7 +197,7 @@ def parts_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], objec
             )
             in_fp32 = replace(plan, fp32_parts=True)
             made += [plan, in_fp32] if model.experts_sum_fp32 else [plan]
-            if model.leaves_expert_rows and size <= MOST_TOKENS_OF_EXPERTS:
+            if model.leaves_expert_rows and size <= _joint_tokens(arch):
                 made += _summing_experts(in_fp32 if model.experts_sum_fp32 else plan, model, arch)
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
@@ -205,6 +205,11 @@ def parts_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], objec
 def _sizes(most: int) -> list[int]:
     """The fewest tokens of each size of token groups, of calls of up to `most` tokens."""
     return [size for size in (1, *(tokens + 1 for tokens in MOST_TOKENS.values())) if size <= most]
+
+
+def _joint_tokens(arch: str) -> int:
+    """Most tokens of a forward whose boundaries sum over experts."""
+    return joint_launch.MOST_TOKENS["sm90" if arch == ARCHITECTURES["sm90"] else "sm100"]
 
 
 def _summing_experts(plan: Plan, model: ModelShapes, arch: str) -> list[Plan]:
@@ -230,6 +235,7 @@ def run(
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
     interleaved: bool = False,
+    apart: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -247,6 +253,7 @@ def run(
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
         interleaved: whether products are interleaved, with one CTA a multiprocessor.
+        apart: whether products and mixture are launches of their own (`many_tokens`); for several teams.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -324,6 +331,10 @@ def run(
         rows_of = () if of_experts is None else (expert_rows.arguments(*of_experts.tensors),)
         arguments = arguments_of(plan)(*arguments, *peers, *rows_of)
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
+        if apart:
+            many_tokens.launch(plan, arguments, device, architecture(name, device))
+            made_ones = (out_streams, out, out_post, out_comb)
+            return (*made_ones, codes, scales) if fp8 else made_ones
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
         compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))

@@ -36,13 +36,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
-from dsv4_kernels.device.tma import copy_bulk
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
     divide_columns,
     divide_rows,
-    fetch_into_l2,
     in_turn,
     max_over_units,
     rsqrt,
@@ -162,49 +160,7 @@ class HyperConnection(Products):
         num_bytes = CLUSTER * self.plan.square_slots * 4
         cute.arch.mbarrier_arrive_and_expect_tx(shared.squares_there.data_ptr() + team, num_bytes)
 
-    # The fetching and balancing warp: fn and comb
-
-    @cute.jit
-    def fetch(
-        self,
-        args: AnyArguments,
-        shared: cutlass.Constexpr,
-        lane: Int32,
-        rank: Int32,
-        begin: Int32,
-        end: cutlass.Constexpr,
-    ) -> None:
-        """Starts the copies of this CTA's columns of fn, one stream after the other; a lane has a row."""
-        plan = self.plan
-        source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
-        target = Int32(shared.fn.data_ptr().toint()) + lane * plan.row_bytes
-        for stream in cutlass.range(begin, end, 1, unroll=1):
-            stage = stream % plan.stages
-            full = shared.full.data_ptr() + stage
-            if const_expr(end > plan.stages):
-                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (stream // plan.stages - 1) & 1)
-                cute.arch.fence_view_async_shared()  # generic loads before writes by TMA (bulk copies)
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rows * plan.slice * 4)
-            cute.arch.sync_warp()
-            if lane < plan.rows:
-                place = target + stage * plan.stage_bytes
-                copy_bulk(place, source + Int64(stream) * plan.dim * 4, plan.slice * 4, Int32(full.toint()))
-
-    @cute.jit
-    def fetch_into_l2(self, args: AnyArguments, lane: Int32, rank: Int32) -> None:
-        """Fetches the weights that this CTA reads later: columns of fn that have no stage yet, and the norm's weight.
-
-        A model reads its weights once a forward, so they are in memory and not in L2 when the kernel before ends.
-        """
-        plan = self.plan
-        if lane < plan.rows:
-            source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
-            for stream in cutlass.range_constexpr(plan.stages, STREAMS):
-                fetch_into_l2(source + stream * (plan.dim * 4), plan.slice * 4)
-        elif lane == plan.rows:
-            size = 2 if plan.bf16_weight else 4
-            fetch_into_l2(args.norm_weight + rank * (plan.slice * size), plan.slice * size)
+    # The fetching and balancing warp: comb (fn: `products`)
 
     @cute.jit
     def balance(
@@ -226,28 +182,45 @@ class HyperConnection(Products):
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):
-            base = []
-            for quad in cutlass.range_constexpr(STREAMS):
-                base.extend(ptx.load_or_zeros(Float32, 4, args.base + (GATES + 4 * quad) * 4, Int32(1), cache=""))
-            scale = ptx.load_f32(args.scale + 8)
+            parameters = self.comb_parameters(args)
             ptx.wait_cluster(address_of(shared.sums_there, team, 8), phase)
-            inverse = self.inverse_rms(args, shared, team, rank)
-            comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
-            for quad in cutlass.range_constexpr(STREAMS):
-                mix = self.quad_over_ctas(shared, team, rank, GATES // 4 + quad)
-                for k in cutlass.range_constexpr(4):
-                    comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
+            comb = self.comb_before(args, shared, team, rank, parameters)
             if const_expr(self.plan.teams > 1):
                 cute.arch.mbarrier_arrive(shared.taken.data_ptr() + team)
             if token < args.num_tokens:
-                softmax_rows(comb, args.hc_eps)
-                divide_columns(comb, args.hc_eps)
-                for _ in cutlass.range(1, args.iterations, 1, unroll=1):
-                    divide_rows(comb, args.hc_eps)
-                    divide_columns(comb, args.hc_eps)
-                out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
-                for j in cutlass.range_constexpr(STREAMS):
-                    ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
+                self.write_comb(args, comb, token)
+
+    def comb_parameters(self, args: AnyArguments) -> tuple:
+        """base of comb, 16 numbers, and its scale."""
+        base = []
+        for quad in range(STREAMS):
+            base.extend(ptx.load_or_zeros(Float32, 4, args.base + (GATES + 4 * quad) * 4, Int32(1), cache=""))
+        return base, ptx.load_f32(args.scale + 8)
+
+    def comb_before(
+        self, args: AnyArguments, shared: cutlass.Constexpr, team: Int32 | int, token: Int32, parameters: tuple
+    ) -> cute.Tensor:
+        """comb of a token of the group before its iteration, [4 * 4]."""
+        base, scale = parameters
+        inverse = self.inverse_rms(args, shared, team, token)
+        comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+        for quad in range(STREAMS):
+            mix = self.quad_over_ctas(shared, team, token, GATES // 4 + quad)
+            for k in range(4):
+                comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
+        return comb
+
+    @cute.jit
+    def write_comb(self, args: AnyArguments, comb: cute.Tensor, token: Int32) -> None:
+        """Balances comb and writes it."""
+        softmax_rows(comb, args.hc_eps)
+        divide_columns(comb, args.hc_eps)
+        for _ in cutlass.range(1, args.iterations, 1, unroll=1):
+            divide_rows(comb, args.hc_eps)
+            divide_columns(comb, args.hc_eps)
+        out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
+        for j in cutlass.range_constexpr(STREAMS):
+            ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
 
     # All other warps: streams, sums and mixture
 
@@ -416,13 +389,26 @@ class HyperConnection(Products):
             task = thread + i * self.plan.threads
             if task < self.plan.tokens * count:
                 t, gate = task // count, task % count
-                mix = self.sum_over_ctas(shared, team, t, gate) * self.inverse_rms(args, shared, team, t)
-                value = sigmoid(ptx.fma(mix, scale, base))
+                value = self.gate(args, shared, team, t, gate, base, scale)
                 if gate < STREAMS:
                     ptx.store_shared_f32(pre + (t * STREAMS + gate) * 4, value + args.hc_eps)
                 elif (t == rank) & (first + t < args.num_tokens):
                     out = args.out_post + (Int64(first + t) * STREAMS + (gate - STREAMS)) * 4
                     ptx.store_f32(out, value * 2.0)
+
+    def gate(
+        self,
+        args: AnyArguments,
+        shared: cutlass.Constexpr,
+        team: Int32 | int,
+        token: Int32,
+        gate: Int32,
+        base: Float32,
+        scale: Float32,
+    ) -> Float32:
+        """A sigmoid of a token of the group."""
+        mix = self.sum_over_ctas(shared, team, token, gate) * self.inverse_rms(args, shared, team, token)
+        return sigmoid(ptx.fma(mix, scale, base))
 
     def pre(self, shared: cutlass.Constexpr, team: Int32 | int) -> Int32:
         """The address of a team's pre coefficients."""

@@ -12,24 +12,68 @@ totals, so a plan may compute them side by side (`Plan.interleaved`).
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from dsv4_kernels.device import bf16_rows, pipeline, ptx
 from dsv4_kernels.device.mma import multiply_tf32
+from dsv4_kernels.device.tma import copy_bulk
 from dsv4_kernels.hyper_connection.arithmetic import (
     UPPER_BITS,
     address_of,
+    fetch_into_l2,
     split_tf32,
     sum_of_squares,
     sum_over_units,
     upper_bits_at_run_time,
 )
-from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS
+from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, AnyArguments
 from dsv4_kernels.hyper_connection.streams import Streams
 
 
 class Products(Streams):
-    """The work of a warp with its own channels of all streams and all rows of fn."""
+    """The work of a warp with its own channels of all streams and all rows of fn, and the copies of fn."""
+
+    @cute.jit
+    def fetch(
+        self,
+        args: AnyArguments,
+        shared: cutlass.Constexpr,
+        lane: Int32,
+        rank: Int32,
+        begin: Int32,
+        end: cutlass.Constexpr,
+    ) -> None:
+        """Starts the copies of this CTA's columns of fn, one stream after the other; a lane has a row."""
+        plan = self.plan
+        source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
+        target = Int32(shared.fn.data_ptr().toint()) + lane * plan.row_bytes
+        for stream in cutlass.range(begin, end, 1, unroll=1):
+            stage = stream % plan.stages
+            full = shared.full.data_ptr() + stage
+            if const_expr(end > plan.stages):
+                cute.arch.mbarrier_wait(shared.empty.data_ptr() + stage, (stream // plan.stages - 1) & 1)
+                cute.arch.fence_view_async_shared()  # generic loads before writes by TMA (bulk copies)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(full, plan.rows * plan.slice * 4)
+            cute.arch.sync_warp()
+            if lane < plan.rows:
+                place = target + stage * plan.stage_bytes
+                copy_bulk(place, source + Int64(stream) * plan.dim * 4, plan.slice * 4, Int32(full.toint()))
+
+    @cute.jit
+    def fetch_into_l2(self, args: AnyArguments, lane: Int32, rank: Int32) -> None:
+        """Fetches the weights that this CTA reads later: columns of fn that have no stage yet, and the norm's weight.
+
+        A model reads its weights once a forward, so they are in memory and not in L2 when the kernel before ends.
+        """
+        plan = self.plan
+        if lane < plan.rows:
+            source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
+            for stream in cutlass.range_constexpr(plan.stages, STREAMS):
+                fetch_into_l2(source + stream * (plan.dim * 4), plan.slice * 4)
+        elif lane == plan.rows:
+            size = 2 if plan.bf16_weight else 4
+            fetch_into_l2(args.norm_weight + rank * (plan.slice * size), plan.slice * size)
 
     @cute.jit
     def add_up(

@@ -5,8 +5,8 @@ each kernel fills the GPU, and the parts run one after the other. Bits do not ch
 
     SGLANG_DSV4_JOINT_LAUNCH    on (default): parts of up to `joint_tokens()` tokens are one launch
                                 (`dsv4_kernels.host.joint_launch`) where `together` runs them. Not products on
-                                Blackwell, whose FP8 products are launches of their own. In forwards of up to 16
-                                tokens the boundary sums over experts (`dsv4_kernels.host.expert_rows`).
+                                Blackwell, whose FP8 products are launches of their own. The boundary sums over
+                                experts in such forwards (`dsv4_kernels.host.expert_rows`).
                                 off: they run on two streams, as parts of up to MOST_TOKENS tokens in graphs do.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsv4_kernels.host import expert_rows, joint_launch
+from dsv4_kernels.host import joint_launch
 from sglang_dsv4 import env
 
 VARIABLE = "SGLANG_DSV4_JOINT_LAUNCH"
@@ -55,11 +55,6 @@ def joint_tokens() -> int:
 def joins(tokens: int) -> bool:
     """Whether a forward of so many tokens joins launches."""
     return is_on() and tokens <= joint_tokens()
-
-
-def leaves_expert_rows(tokens: int) -> bool:
-    """Whether the boundary after the experts sums their rows, in a forward of so many tokens."""
-    return is_on() and tokens <= expert_rows.MOST_TOKENS
 
 
 @functools.cache

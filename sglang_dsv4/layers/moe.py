@@ -16,7 +16,7 @@ from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import expert_rows, experts_forward, fused_swiglu, sum_expert_rows, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
 from sglang_dsv4.layers import packed_experts, row_exchange
-from sglang_dsv4.layers.concurrent import in_order, joins, leaves_expert_rows, side_by_side, together
+from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, together
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
 from sglang_dsv4.layers.local_experts import LocalExperts
@@ -306,7 +306,7 @@ class MoE(nn.Module):
                 lambda: self.experts.multiply(x, work, quantised), lambda: shared_expert.down(hidden), tokens
             )
             both = self.experts.rows_to_sum(slot_rows, work, shared, dtype)
-            both = both if leaves_expert_rows(tokens) else both.total()
+            both = both if joins(tokens) else both.total()
         else:
             shared = shared_expert.down(hidden)
             # PyTorch adds two bf16 rows in fp32 and rounds once, if the result is bf16.

@@ -165,9 +165,10 @@ class DeepseekV4Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else PPMissingLayer()
 
     def first_streams(self, input_ids: Tensor, input_embeds: Tensor | None, rows: RowShards) -> Tensor:
-        """The streams [T, n, d] before the first layer: the embedding's rows, or `input_embeds`."""
+        """The streams [T, n, d] before the first layer, all in the same memory: the embedding's rows, or
+        `input_embeds`."""
         embedded = rows.take(self.embed(input_ids) if input_embeds is None else input_embeds)
-        return embedded.unsqueeze(1).repeat(1, self.hc_mult, 1)
+        return embedded.unsqueeze(1).expand(-1, self.hc_mult, -1)
 
     def received_streams(self, received: Tensor, rows: RowShards) -> Tensor:
         """The streams [T, n, d] for this rank's rows, from those that the stage before sent, [all T, n * d]."""

@@ -68,6 +68,8 @@ U32_CASES = {
     .view(np.uint32),
     "bfi.b32 D, ?, ?, 4, 8": lambda a, b, c: (b & ~np.uint32(0xFF0)) | ((a & 0xFF) << 4),
     "prmt.b32 D, ?, ?, 0x5140": lambda a, b, c: (a & 0xFF) | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16,
+    "dp2a.lo.u32.u32 D, ?, ?, ?": lambda a, b, c: (a & 0xFFFF) * (b & 0xFF) + (a >> 16) * (b >> 8 & 0xFF) + c,
+    "dp2a.hi.u32.u32 D, ?, ?, ?": lambda a, b, c: (a & 0xFFFF) * (b >> 16 & 0xFF) + (a >> 16) * (b >> 24) + c,
     "sad.u32 D, ?, ?, ?": lambda a, b, c: np.maximum(a, b) - np.minimum(a, b) + c,
     "rem.u32 D, ?, 7": lambda a, b, c: a % 7,
     "div.s32 D, ?, -3": lambda a, b, c: np.trunc(a.view(np.int32) / -3).astype(INT64).astype(np.uint32),

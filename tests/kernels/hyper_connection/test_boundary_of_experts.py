@@ -16,7 +16,8 @@ from ops.memory_layout import far_apart, last_of_many, use_in_place
 from ops.row_kernels import ARCH
 from torch import Tensor
 
-from dsv4_kernels.host.expert_rows import MOST_TOKENS, ExpertRows
+from dsv4_kernels.host.expert_rows import ExpertRows
+from dsv4_kernels.host.joint_launch import MOST_TOKENS
 from dsv4_kernels.host.mailboxes import Plan
 from dsv4_kernels.hyper_connection import hc_boundary
 
@@ -60,10 +61,11 @@ def case(num_tokens: int) -> tuple[Inputs, Inputs]:
 
 @pytest.mark.parametrize(
     ("num_tokens", "tokens"),
-    [(1, 1), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (5, 4), (9, 8)))],
+    [(1, 1), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (5, 4), (9, 8), (33, None)))],
 )
-def test_the_bits_of_a_sum_and_a_boundary(kernel: str, num_tokens: int, tokens: int) -> None:
-    """Groups of every size, full and not: rows in the order of rising experts, the shared expert's after rounding."""
+def test_the_bits_of_a_sum_and_a_boundary(kernel: str, num_tokens: int, tokens: int | None) -> None:
+    """Groups of every size, full and not: rows in the order of rising experts, the shared expert's after rounding. On
+    Blackwell also with products interleaved, in the plan for 33 tokens."""
     i, of_sum = case(num_tokens)
     check(boundary(kernel, of_sum, tokens), [boundary(kernel, i, tokens)])
 
@@ -165,7 +167,7 @@ def test_what_is_compiled_ahead(arch: str, fp32: bool, ranks: int) -> None:
     jobs = gpu.parts_compile_jobs(model, arch) if ranks else gpu.compile_jobs(model, arch)
     dtype = torch.float32 if model.experts_sum_fp32 else torch.bfloat16
     called = set()
-    for tokens in range(1, MOST_TOKENS + 1):
+    for tokens in range(1, MOST_TOKENS["sm90" if arch == "sm_90a" else "sm100"] + 1):
         for clusters in (None,) if arch == "sm_90a" else range(20):
             plan = gpu.chosen(tokens, 4096, 24, True, False, True, clusters)
             boxes, at_once = Plan.of(4, 2 << 20), 16 if clusters is None else clusters
@@ -205,7 +207,7 @@ def test_what_is_refused(compiled_here: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [4096, 7168])
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, MOST_TOKENS])
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 16, 17, 64])
 def test_the_gpu_sums_over_experts(kernel_on_gpu: Callable[[str], str], num_tokens: int, d: int) -> None:
     """Eager and in a graph: the bits of a boundary of the sum."""
     rows = expert_rows(num_tokens, d, seed=num_tokens, chosen=6)

@@ -315,6 +315,16 @@ def test_rows_may_lie_apart(arch: str) -> None:
         assert torch.equal(found, expected)
 
 
+def test_all_streams_may_be_one(arch: str) -> None:
+    """Before the first layer the streams of a token are its embedding, in the same memory."""
+    i = inputs(3, 1024, seed=8)
+    one = i._replace(streams=i.streams[:, :1].expand(-1, 4, -1))
+    for found, expected in zip(
+        boundary(arch, one), boundary(arch, one._replace(streams=one.streams.clone())), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
 def test_rows_beyond_32_bits(arch: str) -> None:
     """Every input that has tokens with distances whose bytes and elements exceed 32 bits."""
     from ptx_emulator import emulated

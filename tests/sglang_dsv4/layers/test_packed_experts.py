@@ -272,7 +272,7 @@ def test_the_layer_adds_the_shared_expert(
         return (2 * summed[0]).to(dtype)
 
     monkeypatch.setattr(moe, "output_of_experts", output)
-    monkeypatch.setattr(expert_rows, "MOST_TOKENS", most)
+    monkeypatch.setattr(moe, "joins", lambda tokens: tokens <= most)
     monkeypatch.setattr(moe, "dtype_of_parts", lambda device, dtype: parts)
     routed = forward(layer.experts)
     with emulated(arch="sm_90a", multiprocessors=3):

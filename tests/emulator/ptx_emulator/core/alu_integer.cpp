@@ -118,6 +118,8 @@ TERNARY("sad.u32", u32, (x > y ? x - y : y - x) + z)
 TERNARY("sad.s32", i32, (i32)((x > y ? (u32)x - (u32)y : (u32)y - (u32)x) + (u32)z))
 TERNARY_MIXED("dp4a.u32.u32", i32, u32, u32, i32, dot4(x, y, z, false, false))
 TERNARY_MIXED("dp4a.s32.s32", i32, u32, u32, i32, dot4(x, y, z, true, true))
+TERNARY("dp2a.lo.u32.u32", u32, (x & 0xffff) * (y & 0xff) + (x >> 16) * (y >> 8 & 0xff) + z)
+TERNARY("dp2a.hi.u32.u32", u32, (x & 0xffff) * (y >> 16 & 0xff) + (x >> 16) * (y >> 24) + z)
 
 // PTX does not define division by zero; these are the results of the code that the hardware's compiler generates.
 BINARY("div.s32", i32, y == 0 ? -1 : y == -1 ? (i32)(0u - (u32)x) : x / y)

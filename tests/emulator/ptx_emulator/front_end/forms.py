@@ -47,6 +47,8 @@ def _integers() -> None:
         _add(f"mad.hi.{s}32", f"mad.hi.{s}32", "b32 b32 b32 b32")
         _add(f"sad.{s}32", f"sad.{s}32", "b32 b32 b32 b32")
         _add(f"dp4a.{s}32.{s}32", f"dp4a.{s}32.{s}32", "b32 b32 b32 b32")
+    for half in ("lo", "hi"):
+        _add(f"dp2a.{half}.u32.u32", f"dp2a.{half}.u32.u32", "b32 b32 b32 b32")
     _add("mul24.lo.u32", "mul24.lo.u32", "b32 b32 b32")
     for op in ("min", "max"):
         for t in ("s32", "u32", "s64", "u64", "s16"):
