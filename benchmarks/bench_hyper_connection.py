@@ -8,6 +8,8 @@ Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next
     ours_fp8       as `ours`, with x also in e4m3
     ours_then_fp8  ours, and `fp8_quantise` of x: two launches
     ours_apart     as ours, in two launches (`many_tokens`), where a cluster keeps all of fn; not chosen by default
+    ours_of_experts (up to 64 tokens) as `ours_fp8`, after a sum over six experts and the shared expert
+    ours_sum_apart the same in two launches: the sum, and `ours_fp8`
     ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of `gpu.chosen`'s choice
     ours_by_N_alone (--sweep) with groups of N tokens, one CTA a multiprocessor, and interleaved products
     sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang; above 32 tokens with DeepGEMM's
@@ -36,11 +38,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from lib.experts_inputs import CHOSEN
 from lib.measuring import gpu_state, interleaved, l2_bytes, measure_ceilings
 from lib.versions import versions
 from torch import Tensor
 
 from dsv4_kernels import registry
+from dsv4_kernels.host.joint_launch import MOST_TOKENS
 from dsv4_kernels.hyper_connection import hc_boundary
 from dsv4_kernels.quant import fp8_quantise
 
@@ -139,6 +143,27 @@ def ours_then_fp8(sets: list[Inputs], impl: str) -> list[Call]:
     return [lambda i=i: call(i) for i in sets]
 
 
+def of_experts(sets: list[Inputs], impl: str, launches: int) -> list[Call]:
+    """Return calls that begin with a sum over experts, which is `y`: a call of one launch or of two."""
+    from dsv4_kernels.host.arch import architecture
+    from dsv4_kernels.host.expert_rows import ExpertRows
+    from dsv4_kernels.moe import sums
+
+    def rows_of(i: Inputs) -> ExpertRows:
+        slots = torch.arange(CHOSEN * len(i.y), dtype=torch.int32, device=i.y.device).view(-1, CHOSEN)
+        experts = slots.flip(1).contiguous()
+        rows = torch.zeros(slots.numel(), i.y.shape[1], dtype=i.y.dtype, device=i.y.device)
+        given = (rows, experts, slots)
+        arch = architecture(impl, i.y.device)
+        return ExpertRows(*given, i.y, i.y.dtype, lambda: sums.sum_rows(*given, i.y.dtype, i.y, arch))
+
+    def call(i: Inputs, rows: ExpertRows) -> Results:
+        y = rows if launches == 1 else rows.total()
+        return hc_boundary(y, *i[1:], EPS, EPS, ITERATIONS, fp8=True, impl=impl)
+
+    return [lambda i=i, rows=rows: call(i, rows) for i, rows in zip(sets, map(rows_of, sets), strict=True)]
+
+
 def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int, **forms: bool) -> list[Call]:
     """Return calls with groups of `tokens` tokens and `teams` teams a CTA; forms are arguments of `gpu.run`."""
     from dsv4_kernels.hyper_connection import gpu
@@ -221,6 +246,11 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
         "sglang": lambda: sglang(sets),
         "sglang_parts": lambda: sglang_parts(sets),
     }
+    if num_tokens <= MOST_TOKENS["sm100"] and impl != "ref":
+        makers |= {
+            "ours_of_experts": lambda: of_experts(sets, impl, 1),
+            "ours_sum_apart": lambda: of_experts(sets, impl, 2),
+        }
     keeps_fn = num_tokens > 64 and d == 4096  # Pro's does not fit
     if keeps_fn:
         makers["ours_apart"] = lambda: ours_by(sets, impl, 8, 2, apart=True)

@@ -3,7 +3,7 @@
 #
 # FOLDER gets models, servers, figures, logs and results (STAGE.json). A stage of contenders that has not ended in
 # SECONDS ends with status 3: repeat the command, and it goes on. Its servers keep running for the next stage; `stop`
-# ends them. The stages bits, exact, transfer and check begin anew each time.
+# ends them. The stages bits, exact, transfer, check and kernels begin anew each time.
 #
 #   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
@@ -18,6 +18,7 @@
 #   long        one prompt of 256K tokens; the built-in with context parallelism
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
+#   kernels     one GPU: kernels that were never timed, beside the kernels that serve
 #
 # OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs
 # contenders get two GPUs each; use another FOLDER.
@@ -80,6 +81,11 @@ transfer)
         --context-length 32768 --max-total-tokens 600064 --max-running-requests 64 --chunked-prefill-size 8192
     ;;
 check) timeout "$seconds" python3 -m sglang_dsv4.kernel_check --out "$folder/kernel_check" ;;
+kernels)
+    for name in hyper_connection invariant_linear; do
+        timeout "$seconds" python3 "benchmarks/bench_$name.py" --sweep --out "$folder/$name.json" || exit
+    done
+    ;;
 stop) python3 benchmarks/serve_ab.py --full-size --in-turns "$folder/servers" --stop ;;
 *)
     echo "several_gpus.sh: expected a stage that the head of this file lists; got '$stage'" >&2

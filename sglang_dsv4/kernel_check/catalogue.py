@@ -41,7 +41,15 @@ KERNELS = (
     Kernel("unpacking of pages", ("unpack/test_unpack.py",)),
     Kernel("window rows", ("norm_rope_store/test_norm_rope_store.py",), ("norm_rope_store",)),
     Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",)),
-    Kernel("hyper-connections", ("hyper_connection/test_hyper_connection_gpu.py",), ("hc_boundary",)),
+    Kernel(
+        "hyper-connections",
+        (
+            "hyper_connection/test_hyper_connection_gpu.py",
+            "hyper_connection/test_boundary_of_experts.py",
+            "hyper_connection/test_boundary_of_many_tokens.py",
+        ),
+        ("hc_boundary",),
+    ),
     Kernel("indexer", ("indexer/test_indexer_gpu.py",), ("index_topk", "index_topk_prefill")),
     Kernel(
         "products in bf16",

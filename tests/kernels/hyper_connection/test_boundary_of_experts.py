@@ -211,13 +211,10 @@ def test_what_is_refused(compiled_here: None) -> None:
 def test_the_gpu_sums_over_experts(kernel_on_gpu: Callable[[str], str], num_tokens: int, d: int) -> None:
     """Eager and in a graph: the bits of a boundary of the sum."""
     rows = expert_rows(num_tokens, d, seed=num_tokens, chosen=6)
-    on_gpu = replace(
-        rows, **{name: getattr(rows, name).to("cuda") for name in ("rows", "experts", "slot_of_pair", "shared")}
-    )
-    i = inputs(num_tokens, d, seed=num_tokens)._replace(y=rows.total()).to("cuda")
+    i = inputs(num_tokens, d, seed=num_tokens)._replace(y=rows).to("cuda")
     run = partial(hc_boundary, fp8=True, impl=kernel_on_gpu("hc_boundary"))
-    expected = run(*i.boundary())
-    call = i._replace(y=on_gpu).boundary()
+    expected = run(*i._replace(y=i.y.total()).boundary())
+    call = i.boundary()
     check(expected, [run(*call)])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

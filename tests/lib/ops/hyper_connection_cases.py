@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,16 @@ class Inputs(NamedTuple):
         return self._replace(**{name: getattr(self, name)[tokens] for name in ("y", "streams", "post", "comb")})
 
     def to(self, device: str) -> Inputs:
-        return Inputs(*(x.to(device) for x in self))
+        return Inputs(*(moved(x, device) for x in self))
+
+
+def moved(x: Tensor | ExpertRows, device: str) -> Tensor | ExpertRows:
+    """The same values on another device."""
+    if isinstance(x, Tensor):
+        return x.to(device)
+    names = ("rows", "experts", "slot_of_pair", "shared")
+    on_device = {name: tensor.to(device) for name, tensor in zip(names, x.tensors, strict=True)}
+    return replace(x, **on_device, total=lambda: x.total().to(device))
 
 
 def inputs(num_tokens: int, d: int, seed: int = 0, weight: torch.dtype = torch.float32) -> Inputs:

@@ -15,10 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from ops.hyper_connection_cases import HC_EPS, ITERATIONS, NORM_EPS, inputs
+from ops.hyper_connection_cases import HC_EPS, ITERATIONS, NORM_EPS, expert_rows, inputs, moved
 from torch import Tensor, distributed
 
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
+from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.mailboxes import Mailboxes
 from dsv4_kernels.hyper_connection import gpu, hc_boundary, hc_boundary_of_parts
 from dsv4_kernels.reference.batch_invariant import sum_in_order
@@ -197,6 +198,9 @@ def other_host(rank: Rank) -> None:
 class Boundary:
     """A boundary whose results are compared with those of `hc_boundary` on the sum of all parts."""
 
+    rows: ExpertRows | None = None
+    """Rows of experts whose sum is this rank's part."""
+
     def __init__(
         self, rank: Rank, boxes: Mailboxes, tokens: int, parts: torch.dtype, fp8: bool, dim: int = DIM
     ) -> None:
@@ -206,11 +210,20 @@ class Boundary:
         self.after = (i.fn, i.base, i.scale, i.weight, NORM_EPS, HC_EPS, ITERATIONS)
         self.parts = rank.parts(tokens, tokens, parts, dim)
 
+    def with_experts(self) -> Boundary:
+        """The boundary of parts that are sums over six experts."""
+        tokens, dim = self.parts.shape[1:]
+        rows = [expert_rows(tokens, dim, self.parts.dtype, seed, chosen=6) for seed in range(len(self.parts))]
+        self.parts = torch.stack([of_rank.total() for of_rank in rows]).to(self.parts.device)
+        self.rows = moved(rows[self.rank], str(self.parts.device))
+        return self
+
     def wrong(self, parts: Tensor | None = None) -> Tensor:
         """How many results' numbers differ in a bit, int64 on the GPU."""
         parts = self.parts if parts is None else parts
         y = sum_in_order(parts).bfloat16()
-        found = hc_boundary_of_parts(parts[self.rank], self.boxes, *self.before, *self.after, fp8=self.fp8)
+        part = parts[self.rank] if self.rows is None else self.rows
+        found = hc_boundary_of_parts(part, self.boxes, *self.before, *self.after, fp8=self.fp8)
         wanted = hc_boundary(y, *self.before, *self.after, fp8=self.fp8)
         return torch.stack([(a != b).sum() for a, b in zip(map(bits, found), map(bits, wanted), strict=True)]).sum()
 
@@ -229,6 +242,18 @@ def boundary_sizes(rank: Rank) -> None:
         for tokens in BOUNDARY_TOKENS:
             if tokens <= most:
                 boundary = Boundary(rank, boxes, tokens, parts, fp8=True)
+                for _ in range(3):
+                    assert int(boundary.wrong()) == 0, (parts, tokens)
+    assert boxes.late_ranks() == []
+
+
+def boundary_of_experts(rank: Rank) -> None:
+    """Parts that are sums over experts, in both dtypes: the bits of the sums and `hc_boundary`."""
+    boxes = rank.connect()
+    for parts in (torch.bfloat16, torch.float32):
+        for tokens in (1, 4, 5, 16, 17, 33, 64):
+            if tokens <= gpu.most_tokens_of_parts(boxes, DIM, parts):
+                boundary = Boundary(rank, boxes, tokens, parts, fp8=True).with_experts()
                 for _ in range(3):
                     assert int(boundary.wrong()) == 0, (parts, tokens)
     assert boxes.late_ranks() == []
@@ -330,6 +355,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
         absent_rank,
         other_host,
         boundary_sizes,
+        boundary_of_experts,
         boundary_of_pro,
         boundary_graphs,
         boundary_jitter,
