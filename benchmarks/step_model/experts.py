@@ -25,6 +25,9 @@ PRODUCT_CLOCKS = 150
 """Clocks of four dependent `wgmma` of a step with few columns, and the wait for the last (docs/log/decode_step.md)."""
 SLOT_CLOCKS = 5
 """Clocks of a column of a step: 128 rows and 128 channels on the tensor core take 4, its `fma` in fp32 1."""
+SLOT_ISSUE = 1.25
+"""Issue slots of a scheduler for a column of a step, for two warps of 16 rows each: half an `fma` of a warp, and an
+eighth of a load of two scales (`add_scaled`)."""
 WAIT_CLOCKS = 60
 """A wait for a stage and the release of it."""
 
@@ -111,7 +114,7 @@ def product(
         alone = convert * ALONE_CLOCKS + multiply + WAIT_CLOCKS
         # The other CTA multiplies during a part of the conversion.
         beside = multiply / (multiply + convert * ALONE_CLOCKS)
-        issue = convert * (ALONE_CLOCKS + beside * (BESIDE_CLOCKS - ALONE_CLOCKS))
+        issue = convert * (ALONE_CLOCKS + beside * (BESIDE_CLOCKS - ALONE_CLOCKS)) + SLOT_ISSUE * in_order
     moved = sum_by(cta % gpu.multiprocessors, steps * step_bytes(in_order))
     together = min(shape.ctas_per_sm, -(-ctas // gpu.multiprocessors))
     return Launch(

@@ -42,7 +42,8 @@ class Launch:
     link: float = 0.0
     """Bytes that leave this GPU."""
     waits_for_link: bool = False
-    """Whether the rest of the stream needs all bytes from the other GPUs, and does not begin before."""
+    """Whether the stream needs all bytes from the other GPUs, except for its share `ahead`, which is asked for before
+    and arrives while these bytes travel."""
 
 
 def parts_us(launch: Launch, gpu: Gpu, early: bool) -> dict[str, float]:
@@ -116,9 +117,12 @@ def time_us(launch: Launch, gpu: Gpu, early: bool = True, idle_us: float = 0.0) 
     terms = parts_us(launch, gpu, early)
     first = terms.pop("link") if launch.waits_for_link else 0.0
     stream = max(us for name, us in terms.items() if name not in ONE_AFTER_THE_OTHER)
-    if early:  # copies begin early, and not the units' work, which needs what the launch before has written
+    covers = idle_us if early else 0.0
+    if launch.waits_for_link:
+        covers += first + launch.crossings * gpu.fitted.peer_us
+    if covers:  # copies begin early, and not the units' work, which needs what the launch before has written
         units = max((terms[unit] for unit in launch.clocks), default=0.0)
-        stream = max(stream - min(idle_us, launch.ahead * stream), units)
+        stream = max(stream - min(covers, launch.ahead * stream), units)
     return sum(terms[name] for name in ONE_AFTER_THE_OTHER) + first + stream
 
 

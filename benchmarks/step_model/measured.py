@@ -12,6 +12,9 @@ from lib.experts_inputs import MODELS, Model
 from lib.fp8_layers import LAYERS as FP8_LAYERS
 from lib.invariant_linear_layers import LAYERS as FP32_LAYERS
 
+from dsv4_kernels.hyper_connection import gpu as hyper_connection
+from dsv4_kernels.hyper_connection.gpu import MOST_TOKENS_OF_ONE_CTA
+from dsv4_kernels.hyper_connection.plan import PRE_ROWS
 from dsv4_kernels.linear.gpu import TILES
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
 from dsv4_kernels.sparse_attention.problem import FEW_HEADS
@@ -25,6 +28,8 @@ CONTEXTS = {"4k": 4 << 10, "32k": 32 << 10, "128k": 128 << 10, "1m": 1 << 20}
 WO_A_GROUPS = {"flash": 8, "flash-tp2": 4, "flash-tp4": 2, "pro": 16}
 LEAST_LOADED_CLOCK = 1200.0
 MOST_SWEPT = 256
+BOUNDARY_IDLE_US = 4.0
+"""Time for which a boundary leaves memory idle, its chain, in which the next boundary loads `fn`."""
 CHAIN_IDLE_US = 2.0
 """Time of the row kernel before a boundary in the chain, during which the boundary loads `fn`."""
 
@@ -95,7 +100,8 @@ def chain() -> Iterator[Case]:
     names = [name for name in rows.ROW_KERNELS if name != "compress_store"]
     for row in document["rows"]:
         tokens = row["tokens"]
-        launches = [rows.boundary("boundary", tokens, 4096, gpu)] * 2
+        plan = replace(hyper_connection.chosen(tokens, 4096, PRE_ROWS, True, False, True), one_cta=False)  # of that day
+        launches = [rows.boundary("boundary", tokens, 4096, gpu, plan)] * 2
         launches += [rows.row_kernel(name, tokens, gpu) for name in names]
         for key, early in (("us", False), ("early_us", True)):
             name = f"chain-t{tokens}{'' if early else ' in turns'}"
@@ -114,13 +120,43 @@ def sums(ranks: int) -> Callable[[], Iterator[Case]]:
     return cases
 
 
+def boundaries_alone() -> Iterator[Case]:
+    """Yield boundaries one after the other, with one CTA a multiprocessor and with two."""
+    for ranks in (4, 2):
+        document, gpu = _read(f"boundary_h200_x{ranks}")
+        for size in document["sizes"]:
+            tokens = size["rows"]
+            if ranks == 4 or tokens > 64:
+                plan = hyper_connection.chosen(tokens, document["dim"], PRE_ROWS, True, False, True)
+                for key, one_cta in (("boundary", False), ("boundary_wide", True)):
+                    launch = rows.boundary("boundary", tokens, document["dim"], gpu, replace(plan, one_cta=one_cta))
+                    name = f"{tokens} rows, {2 - one_cta} CTAs a multiprocessor"
+                    yield Case(name, size["us"][key], (launch,), gpu.clocks_us, idle_us=BOUNDARY_IDLE_US)
+
+
+def sums_and_boundaries() -> Iterator[Case]:
+    """Yield a sum over two and over four ranks, and a boundary after it."""
+    for ranks in (2, 4):
+        document, gpu = _read(f"boundary_h200_x{ranks}")
+        for size in document["sizes"]:
+            tokens, dim = size["rows"], document["dim"]
+            plan = replace(hyper_connection.chosen(tokens, dim, PRE_ROWS, True, False, True), one_cta=False)
+            summed = rows.sum_over_ranks("sum", tokens, dim, ranks, gpu)
+            launches = summed, rows.boundary("boundary", tokens, dim, gpu, plan)
+            yield Case(
+                f"{ranks} ranks, {tokens} rows", size["us"]["ours"], launches, gpu.clocks_us, idle_us=CHAIN_IDLE_US
+            )
+
+
 def boundaries_of_parts() -> Iterator[Case]:
     """Yield boundaries that sum the parts of two and of four ranks."""
     for ranks in (2, 4):
         document, gpu = _read(f"boundary_h200_x{ranks}")
         for size in document["sizes"]:
-            launch = rows.boundary_of_parts("boundary", size["rows"], document["dim"], ranks, gpu)
-            yield Case(f"{ranks} ranks, {size['rows']} rows", size["us"]["fused"], (launch,), gpu.clocks_us)
+            tokens, us = size["rows"], size["us"]
+            launch = rows.boundary_of_parts("boundary", tokens, document["dim"], ranks, gpu, in_turn=True)
+            key = "fused_wide" if tokens <= MOST_TOKENS_OF_ONE_CTA else "fused"  # today's choice
+            yield Case(f"{ranks} ranks, {tokens} rows", us[key], (launch,), gpu.clocks_us)
 
 
 def wo_a() -> Iterator[Case]:
@@ -256,7 +292,9 @@ HELD_OUT = {
     "scores, choice, attention of few tokens": few_tokens,
     "scores and choice, prefill": index_of_prefill,
     "wo_a in FP8": wo_a,
+    "boundaries": boundaries_alone,
     "boundaries of parts": boundaries_of_parts,
+    "a sum over ranks, then a boundary": sums_and_boundaries,
     "sums over four ranks": sums(4),
 }
 LEFT_OUT = {
@@ -301,6 +339,8 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
 
 
 CONSTANTS = tuple(Fitted.__dataclass_fields__)
+LEAST = {"issue_clocks": 1.0}
+"""A warp issues at most one instruction a clock."""
 POWER = 1.5
 """Exponent of an error's logarithm in the fit: between squares, which few cases decide, and magnitudes."""
 
@@ -322,7 +362,7 @@ def fit() -> Fitted:
         moved = False
         for name in CONSTANTS:
             for factor in (1 + step, 1 / (1 + step)):
-                tried = replace(found, **{name: getattr(found, name) * factor})
+                tried = replace(found, **{name: max(LEAST.get(name, 0.0), getattr(found, name) * factor)})
                 if (of_tried := error(tried)) < least - 1e-9:
                     found, least, moved = tried, of_tried, True
         step = step if moved else step / 2

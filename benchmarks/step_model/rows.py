@@ -37,14 +37,21 @@ ROW_KERNELS = {
     "compress_store": RowKernel(900, 3, 24e3),
     "fused_swiglu": RowKernel(491, 1, 24.6e3),
 }
-BOUNDARY_INSTRUCTIONS = {1: 4279, 2: 4731, 4: 5596, 8: 7326}
-"""PTX instructions of a warp of a boundary by the tokens of its group; with 8 by the step from 2 to 4."""
+TEAM_INSTRUCTIONS = 7326
+"""PTX instructions of a warp of a boundary of many tokens for a group of eight."""
+CLOCKS_TO_SUMS = {1: 4086, 2: 4327, 4: 4845, 8: 7389}
+"""Clocks of a warp from the wait for the launch before to the wait for a cluster's sums, by the tokens of its group:
+from the stalls and scoreboards that the machine code for sm_90a names (V4-Flash), without latencies of L2."""
+INTERLEAVED_CLOCKS_TO_SUMS = {1: 2745, 2: 2945, 4: 3356, 8: 4110}
+"""These clocks if products of all streams are interleaved, for sm_100a."""
+SUMS_CLOCKS = 180
+"""Latency of another multiprocessor's shared memory (Luo et al. 2024, arXiv 2402.13499)."""
+BALANCE_CLOCKS = 3515
+"""Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
+an iteration, 64 of which are eight reciprocals. The other warps, whose squares cross once more, take 1,500."""
 EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
-INTERLEAVED_CLOCKS = {1: 2977 - 1853, 2: 2964 - 1914, 4: 2969 - 1923, 8: 2789 - 1822}
-"""Clocks that a warp saves if it computes its products interleaved, by the tokens of its group: sums of the stalls that
-the machine code for sm_100a names between the first product and the last (V4-Flash, one CTA a multiprocessor)."""
 MOST_BYTES = {2: 8 << 20, 4: 4 << 20, 8: 1 << 20}
 """The largest part that our kernel sums, by ranks (sglang_dsv4/layers/peer_sums.py); NCCL sums larger ones."""
 RING_CTAS = 32
@@ -87,17 +94,21 @@ def boundary(name: str, tokens: int, dim: int, gpu: Gpu, plan: Plan | None = Non
     fn = PRE_ROWS * STREAMS * dim * 4
     rows = tokens * dim * (2 + 2 * STREAMS * 2 + 3)
     reads = min(groups, at_once) if keeps else groups
+    of_fn, of_rows = (1 if keeps else rounds) * fn / CLUSTER, rows / (min(groups, at_once) * CLUSTER)
+    to_sums = INTERLEAVED_CLOCKS_TO_SUMS if plan.side_by_side > 1 else CLOCKS_TO_SUMS
+    of_group = to_sums[plan.tokens] + SUMS_CLOCKS + BALANCE_CLOCKS
+    first_fn = (0.5 if keeps else plan.stages / STREAMS) * fn / CLUSTER
     return Launch(
         name,
         ctas=min(groups * CLUSTER, gpu.multiprocessors),
         memory=fn,
         l2=reads * fn + rows,
-        busiest=(1 if keeps else rounds) * fn / CLUSTER + rows / (min(groups, at_once) * CLUSTER),
-        instructions=BOUNDARY_INSTRUCTIONS[plan.tokens] * (rounds / 2 if keeps else 1),
-        chain=-INTERLEAVED_CLOCKS[plan.tokens] if plan.side_by_side > 1 else 0.0,
+        busiest=of_fn + of_rows,
+        instructions=TEAM_INSTRUCTIONS * rounds / 2 if keeps else 0.0,
+        chain=0.0 if keeps else (rounds if plan.ctas == 1 else 1) * of_group,
         from_memory=1,
-        from_l2=2,
-        ahead=1.0 if tokens <= 16 else 0.5 if keeps else plan.stages / STREAMS,
+        from_l2=2 if keeps else 1,
+        ahead=first_fn / (of_fn + of_rows),
         waves=rounds,
     )
 
@@ -121,11 +132,28 @@ def sum_over_ranks(name: str, tokens: int, dim: int, ranks: int, gpu: Gpu) -> La
 
 
 def boundary_of_parts(
-    name: str, tokens: int, dim: int, ranks: int, gpu: Gpu, plan: Plan | None = None, at_once: int = 0
+    name: str,
+    tokens: int,
+    dim: int,
+    ranks: int,
+    gpu: Gpu,
+    plan: Plan | None = None,
+    at_once: int = 0,
+    in_turn: bool = False,
 ) -> Launch:
-    """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts."""
+    """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts.
+
+    Args:
+        name, tokens, dim, gpu, plan, at_once: as for `boundary`.
+        ranks: that sum.
+        in_turn: whether the kernel is that of before 2026-11-28, in which more loads from L2 were one after the other:
+            the number of the buffer before the part, and again before the sums of a cluster; and every run's polls.
+    """
     alone = boundary(name, tokens, dim, gpu, plan, at_once)
     parts = sum_over_ranks(name, tokens, dim, ranks, gpu)
+    if in_turn:
+        plan = plan or hyper_connection.chosen(tokens, dim, PRE_ROWS, True, False, True)
+        alone = replace(alone, from_l2=alone.from_l2 + 1 + plan.runs)
     return replace(alone, crossings=1, link=parts.link, waits_for_link=True, l2=alone.l2 + parts.l2)
 
 

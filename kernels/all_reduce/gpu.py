@@ -46,6 +46,7 @@ from dsv4_kernels.device.peer_words import (
     EMPTY,
     Peers,
     peers_of,
+    poll_parts,
     sendable,
     store,
     time_limit_of,
@@ -111,7 +112,8 @@ def kernel(args: Arguments, ranks: cutlass.Constexpr, most_threads: cutlass.Cons
 
     vector, offset = first, place
     while vector < args.vectors:
-        arrived = wait_for_parts(peers, peers.own + offset, time_limit, ranks, sender_bytes, 4)
+        arrived = poll_parts(peers.own + offset, ranks, sender_bytes, 4)
+        wait_for_parts(peers, peers.own + offset, arrived, time_limit, ranks, sender_bytes, 4)
         added = total([[arrived[4 * r + w] for w in range(4)] for r in range(ranks)], fp32)
         words = tuple(ptx.as_u32(x) for x in added) if fp32 else bf16_rows.packed(added)
         ptx.store_16_bytes(args.out + Int64(vector) * VECTOR_BYTES, words)

@@ -66,10 +66,17 @@ def store(address: Int64, words: list) -> None:
     ptx.asm(f"st.relaxed.sys.global.v{len(words)}.b32 [{{$r0}}], {{{listed}}};", [], address, *words)
 
 
-def poll(address: Int64, count: int) -> tuple:
-    """Two or four words that any GPU may be storing at the same time."""
-    listed = ", ".join(f"{{$w{i}}}" for i in range(count))
-    return ptx.asm(f"ld.relaxed.sys.global.v{count}.b32 {{{listed}}}, [{{$r0}}];", [Uint32] * count, address)
+def poll(address: Int64, count: int, exists: Int32 | int = 1) -> tuple:
+    """Two or four words that any GPU may be storing at the same time; zeros unless `exists` is positive."""
+    words = [f"{{$w{i}}}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {word}, 0;" for word in words)
+    return ptx.asm(
+        f"{{\n.reg .pred p;\nsetp.gt.s32 p, {{$r1}}, 0;\n{zeros}\n"
+        f"@p ld.relaxed.sys.global.v{count}.b32 {{{', '.join(words)}}}, [{{$r0}}];\n}}",
+        [Uint32] * count,
+        address,
+        Int32(exists),
+    )
 
 
 def load_flag(address: Int64) -> Int32:
@@ -117,29 +124,45 @@ def time_limit_of(peers: Peers) -> Int64:
     )
 
 
+def poll_parts(address: Int64, ranks: int, sender_bytes: int, count: int, exists: Int32 | int = 1) -> cute.Tensor:
+    """The words of all ranks at a place of this rank's mailbox, [count * ranks], EMPTY where a word has not arrived;
+    zeros unless `exists` is positive. The loads are only asked for; `wait_for_parts` looks at the words."""
+    arrived = cute.make_rmem_tensor((count * ranks,), Uint32)
+    for r in range(ranks):
+        for w, word in enumerate(poll(address + r * sender_bytes, count, exists)):
+            arrived[count * r + w] = word
+    return arrived
+
+
+def lacks_words(arrived: cute.Tensor, ranks: int, count: int) -> Int32:
+    """1 if a word of the result of `poll_parts` is EMPTY, else 0."""
+    missing = Int32(0)
+    for r in range(ranks):
+        missing = missing | empties([arrived[count * r + w] for w in range(count)])
+    return missing
+
+
 @cute.jit
 def wait_for_parts(
     peers: Peers,
     address: Int64,
+    arrived: cute.Tensor,
     time_limit: Int64,
     ranks: cutlass.Constexpr,
     sender_bytes: cutlass.Constexpr,
     count: cutlass.Constexpr,
-) -> cute.Tensor:
-    """The words of all ranks at a place of this rank's mailbox, [count * ranks]; EMPTY where the time is over.
+) -> None:
+    """Waits until `arrived`, the result of `poll_parts` at this address, has all words; EMPTY where the time is over.
 
     Sets `late` and `failed` if the time is over.
     """
-    arrived = cute.make_rmem_tensor((count * ranks,), Uint32)
-    missing, polls, since = Int32(1), Int32(0), Int64(0)
+    missing, polls, since = lacks_words(arrived, ranks, count), Int32(0), Int64(0)
     while missing != 0:
-        missing = Int32(0)
         for r in cutlass.range_constexpr(ranks):
             words = poll(address + r * sender_bytes, count)
             for w in cutlass.range_constexpr(count):
                 arrived[count * r + w] = words[w]
-        for r in cutlass.range_constexpr(ranks):
-            missing = missing | empties([arrived[count * r + w] for w in range(count)])
+        missing = lacks_words(arrived, ranks, count)
         polls += 1
         if missing != 0 and polls % POLLS == 0:
             now = cute.arch.globaltimer()
@@ -151,4 +174,3 @@ def wait_for_parts(
                         set_flag(peers.late + 4 * r)
                 set_flag(peers.failed)
                 missing = Int32(0)
-    return arrived

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4_kernels.device import bf16_rows, ptx
+from dsv4_kernels.device.peer_words import time_limit_of
 from dsv4_kernels.hyper_connection.arithmetic import load_words_if, load_words_or_floats, store_words_if
 from dsv4_kernels.hyper_connection.parts import Parts
 from dsv4_kernels.hyper_connection.plan import CHANNELS, QUAD, STREAMS, UNITS, WARP, AnyArguments, Plan
@@ -33,19 +34,27 @@ class Streams(Parts):
         return rank * self.plan.slice + warp * (UNITS * QUAD * CHANNELS) + in_warp
 
     def new_streams(
-        self, args: AnyArguments, token: Int32, channel: Int32, thread: Int32, cta: Int32, slots: list
+        self,
+        args: AnyArguments,
+        token: Int32,
+        channel: Int32,
+        thread: Int32,
+        cta: Int32,
+        buffer: Int32,
+        slots: list,
     ) -> cute.Tensor:
         """This thread's channels of the new streams, or of the old ones without `post`: [run][stream][word], two bf16 a
         word.
 
         All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
-        parts are awaited after that. With experts, the rows of a part are loaded and added first, those of an output
-        are loaded last.
+        parts are awaited after that, run by run; `buffer` is the mailboxes'. With experts, the rows of a part are
+        loaded and added first, those of an output are loaded last.
         """
         plan = self.plan
         if plan.ranks:
-            place = self.place_in_mailbox(args, thread, cta)
-            self.send_part(args, token, channel, place, slots)
+            part = self.load_part(args, token, channel, slots)
+            in_mailbox = self.place_in_mailbox(args, thread, cta, buffer)
+            self.send_part(args, token, part, in_mailbox)
         x = cute.make_rmem_tensor((plan.runs * STREAMS * plan.run_words,), Uint32)
         exists = args.num_tokens - token
         source = args.streams + Int64(token) * args.streams_stride + channel * 2
@@ -64,12 +73,17 @@ class Streams(Parts):
             weights = ptx.load_or_zeros(Float32, 4, post, exists, "gt.s32", cache="")
             rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
         if plan.ranks:
-            y = self.sum_of_parts(args, token, place)
+            polled = self.poll_run(args, token, in_mailbox, 0)
+            time_limit = time_limit_of(args.peers)
         elif plan.experts:
             y = self.sum_over_experts(args, token, channel, slots)
         for run in range(plan.runs):
             outputs, words = loaded[run]
-            if plan.ranks or plan.experts:
+            if plan.ranks:
+                outputs = self.sum_of_run(args, token, in_mailbox, run, polled, time_limit)
+                if run + 1 < plan.runs:
+                    polled = self.poll_run(args, token, in_mailbox, run + 1)
+            elif plan.experts:
                 outputs = tuple(y[run * plan.run_words + w] for w in range(plan.run_words))
             if plan.post:
                 words = self.written_back(outputs, words, weights, rows)

@@ -49,6 +49,18 @@ def test_the_sum_is_written_back() -> None:
     check_boundary(between[0], other.inputs._replace(y=other.sum()))
 
 
+def test_runs_are_awaited_one_after_the_other() -> None:
+    """Three tokens in a group of four, whose threads have two runs of channels: the words of the second run, which were
+    asked for while the first was written back, may arrive later. Four calls, so that a rank may be a call ahead."""
+    call, other = (Boundary("sm90", 2, 3, 4, seed=seed) for seed in (1, 2))
+    with group("sm90", 2, call, schedule="late") as made:
+        first, between, again, *_ = made.results([call, other, call, other])
+        assert made.is_empty()
+    check(first[0], [first[1], *again])
+    check(between[0], [between[1]])
+    check_boundary(first[0], call.inputs._replace(y=call.sum()))
+
+
 def test_an_absent_rank_is_named_and_late_ranks_are_not() -> None:
     """After the limit the streams are NaN, and the next call waits only a moment; a rank that is late in time is
     waited for."""
