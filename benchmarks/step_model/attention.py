@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dsv4_kernels.kv_layout import ROW_BYTES, ROW_DIM
-from dsv4_kernels.sparse_attention.sm90.few_heads.plan import COLUMNS, CTAS, FEW_TOKENS, MOST_TILES, TILES_OF_STEP
+from dsv4_kernels.sparse_attention.sm90.few_heads.plan import (
+    COLUMNS,
+    CTAS,
+    ELEMENT_BYTES,
+    FEW_TOKENS,
+    MOST_TILES,
+    TILES_OF_STEP,
+)
+from dsv4_kernels.sparse_attention.sm90.launch import parts_of_few_heads
 from dsv4_kernels.sparse_attention.sm90.plan import CHANNEL_SPLITS, HEADS, Split
 from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, STEP_KEYS, num_kv_splits, num_steps
 from step_model.hardware import BALANCED_WAVES, FLIGHT_US, L2_CLOCKS, Gpu
@@ -148,7 +156,12 @@ TILE_CLOCKS = 4455
 TILE_ISSUE_CLOCKS = 2300
 """Clocks of a scheduler for a tile where two CTAs share it: expansions, half-rate conversions counted once, softmax."""
 ELEMENT_CLOCKS = 2500
-"""A tile's result to another CTA of the cluster, and the sum of the results there."""
+"""A tile's result to another CTA of the cluster, and the sum of the results there (tile.py)."""
+REMOTE_CLOCKS = 180
+"""Latency of another multiprocessor's shared memory (Luo et al. 2024, arXiv 2402.13499)."""
+LEAF_CLOCKS = REMOTE_CLOCKS + 80
+"""A leaf in the loop that merges leaves one after the other (`elements.merge_all`): the latency of its loads, and two
+exponentials, the products and sums that wait for them."""
 
 
 def few_heads(name: str, kind: str, context: int, tokens: int, heads: int, gpu: Gpu, by_tiles: bool = True) -> Launch:
@@ -164,15 +177,22 @@ def few_heads(name: str, kind: str, context: int, tokens: int, heads: int, gpu: 
     """
     window, entries = keys_of(kind, context)
     steps, blocks = num_steps(window, entries), -(-heads // COLUMNS)
-    tiles = steps * TILES_OF_STEP
+    tiles, splits = steps * TILES_OF_STEP, num_kv_splits(steps, DECODE_SPLIT_KEYS)
     memory = tokens * ((window + entries) * (ROW_SECTORS[True] + 4) + 2 * heads * ROW_DIM * 2)
     work = tokens * blocks
     room = gpu.multiprocessors * CTAS
-    parts = tiles if by_tiles and tokens <= FEW_TOKENS and tiles <= MOST_TILES and work * tiles <= room else 0
-    parts = parts or max(n for n in (1, 2, 4, 8) if n == 1 or (n <= tiles and work * n <= room))
-    ctas = min(work * parts, room)
-    rounds = -(-work * parts // room)
-    of_cta = rounds * -(-tiles // parts)
+    if by_tiles and tokens <= FEW_TOKENS and tiles <= MOST_TILES and work * tiles <= room:
+        parts, of_part, at_once, merge = tiles, 1, room // tiles, ELEMENT_CLOCKS
+    else:
+        parts, leaves, of_part = parts_of_few_heads(work, steps, splits, CLUSTERS)
+        at_once = CLUSTERS[parts] * (CTAS if work > CLUSTERS[parts] else 1)
+        remote = (1 - 1 / parts) * ELEMENT_BYTES / parts  # bytes of a leaf that another CTA has, on average
+        merge = MERGE_CLOCKS
+        if parts > 1:  # two barriers of the cluster: all leaves are there, all are read
+            merge = 2 * REMOTE_CLOCKS + leaves * (LEAF_CLOCKS + remote / DSMEM_CLOCK_BYTES)
+    ctas = min(work, at_once) * parts
+    rounds = -(-work // at_once)
+    of_cta = rounds * of_part
     shared = -(-ctas // gpu.multiprocessors)
     return Launch(
         name,
@@ -181,7 +201,7 @@ def few_heads(name: str, kind: str, context: int, tokens: int, heads: int, gpu: 
         waves=of_cta / BALANCED_WAVES,
         l2=memory * blocks,
         clocks={"tiles": of_cta * TILE_CLOCKS, "issue": of_cta * shared * TILE_ISSUE_CLOCKS},
-        chain=ELEMENT_CLOCKS if parts > 1 else MERGE_CLOCKS,
+        chain=rounds * merge if parts > 1 else merge,
         from_memory=1,
         from_l2=3,
     )

@@ -9,7 +9,7 @@ from lib.experts_inputs import CHOSEN
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection import gpu as hyper_connection
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS, Plan
-from step_model.attention import CLUSTERS
+from step_model.attention import CLUSTERS, REMOTE_CLOCKS
 from step_model.hardware import Gpu
 from step_model.launch import Launch
 
@@ -44,8 +44,6 @@ CLOCKS_TO_SUMS = {1: 4086, 2: 4327, 4: 4845, 8: 7389}
 from the stalls and scoreboards that the machine code for sm_90a names (V4-Flash), without latencies of L2."""
 INTERLEAVED_CLOCKS_TO_SUMS = {1: 2745, 2: 2945, 4: 3356, 8: 4110}
 """These clocks if products of all streams are interleaved, for sm_100a."""
-SUMS_CLOCKS = 180
-"""Latency of another multiprocessor's shared memory (Luo et al. 2024, arXiv 2402.13499)."""
 BALANCE_CLOCKS = 3515
 """Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
 an iteration, 64 of which are eight reciprocals. The other warps, whose squares cross once more, take 1,500."""
@@ -96,7 +94,7 @@ def boundary(name: str, tokens: int, dim: int, gpu: Gpu, plan: Plan | None = Non
     reads = min(groups, at_once) if keeps else groups
     of_fn, of_rows = (1 if keeps else rounds) * fn / CLUSTER, rows / (min(groups, at_once) * CLUSTER)
     to_sums = INTERLEAVED_CLOCKS_TO_SUMS if plan.side_by_side > 1 else CLOCKS_TO_SUMS
-    of_group = to_sums[plan.tokens] + SUMS_CLOCKS + BALANCE_CLOCKS
+    of_group = to_sums[plan.tokens] + REMOTE_CLOCKS + BALANCE_CLOCKS
     first_fn = (0.5 if keeps else plan.stages / STREAMS) * fn / CLUSTER
     return Launch(
         name,

@@ -156,6 +156,18 @@ def test_attention_of_one_token_is_a_cluster_and_of_many_a_cta_each() -> None:
     assert many.clocks["tensor"] == pytest.approx(2 * (5 * (4096 + 1312) + q))
 
 
+def test_few_heads_merge_their_leaves_one_after_the_other() -> None:
+    """640 keys are ten tiles, of which eight CTAs have at most two; each reads an eighth of ten results of 32 KB, seven
+    of eight from other CTAs. With sixteen tokens and the kernel for few tokens each tile has a CTA."""
+    launch = attention.few_heads("few", "csa512", 32_768, 1, 16, H200, by_tiles=False)
+    assert launch.ctas == 8 and launch.clocks["tiles"] == 2 * 4455
+    assert launch.chain == pytest.approx(2 * 180 + 10 * (260 + 7 / 8 * 32_768 / 8 / 10))
+    assert attention.few_heads("few", "csa512", 32_768, 1, 16, H200).clocks["tiles"] == 4455
+    some, many = (attention.few_heads("few", "csa512", 32_768, tokens, 16, H200) for tokens in (64, 256))
+    assert some.ctas == 128 and some.clocks["tiles"] == 5 * 4455  # two CTAs a token
+    assert many.ctas == 132 and many.clocks["tiles"] == 10 * 4455 and many.chain == 1500
+
+
 def test_a_boundary_reads_fn_once_for_each_round_of_clusters() -> None:
     fn = 24 * 4 * 4096 * 4
     few, many = (rows.boundary("", tokens, 4096, H200) for tokens in (1, 64))

@@ -10,7 +10,7 @@ number of heads alone chooses them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import cutlass
 import torch
@@ -257,23 +257,37 @@ def _tiles_with_a_cta(problem: Problem) -> int:
 
 
 def _parts(problem: Problem) -> int:
-    """CTAs among which a token's leaves (few_heads/elements.py) are divided: the fastest number by MICROSECONDS."""
-    tiles = problem.max_steps * TILES_OF_STEP
-    elements = max(problem.max_kv_splits, min(PIECES, tiles))  # the most elements of a token
     clusters = num_clusters(problem.q.device)
+    return parts_of_few_heads(problem.num_tokens, problem.max_steps, problem.max_kv_splits, clusters)[0]
+
+
+def parts_of_few_heads(num_tokens: int, steps: int, kv_splits: int, clusters: Sequence[int]) -> tuple[int, int, int]:
+    """(CTAs among which a token's leaves (few_heads/elements.py) are divided, leaves, most tiles of a CTA): the fastest
+    number of CTAs by MICROSECONDS.
+
+    Args:
+        num_tokens: of a launch.
+        steps, kv_splits: the most of a token.
+        clusters: by their CTAs, the clusters that run at once with a CTA on each multiprocessor.
+    """
+    tiles = steps * TILES_OF_STEP
+    elements = max(kv_splits, min(PIECES, tiles))  # the most elements of a token
 
     def by_tiles(n: int) -> bool:
-        return PIECES < n and elements < tiles <= MAX_ELEMENTS * n and problem.max_kv_splits == 1
+        return PIECES < n and elements < tiles <= MAX_ELEMENTS * n and kv_splits == 1
 
-    def microseconds(n: int) -> float:
-        ctas = CTAS if problem.num_tokens > clusters[n] else 1
-        beginning, of_a_tile = MICROSECONDS[ctas]
+    def of_part(n: int) -> tuple[int, int, int]:
         leaves = tiles if by_tiles(n) else elements
-        tiles_of_part = -(-tiles * -(-leaves // n) // leaves)
-        return -(-problem.num_tokens // (clusters[n] * ctas)) * (beginning + of_a_tile * tiles_of_part)
+        return n, leaves, -(-tiles * -(-leaves // n) // leaves) if tiles else 0
+
+    def microseconds(part: tuple[int, int, int]) -> float:
+        n, _, tiles_of_part = part
+        ctas = CTAS if num_tokens > clusters[n] else 1
+        beginning, of_a_tile = MICROSECONDS[ctas]
+        return -(-num_tokens // (clusters[n] * ctas)) * (beginning + of_a_tile * tiles_of_part)
 
     divided = (n for n in PARTS[1:] if by_tiles(n) or n <= elements <= MAX_ELEMENTS * n)
-    return min((1, *(n for n in divided if clusters[n])), key=microseconds)
+    return min(map(of_part, (1, *(n for n in divided if clusters[n]))), key=microseconds)
 
 
 def _entries(problem: Problem) -> Entries:
