@@ -180,8 +180,8 @@ def test_a_boundary_reads_fn_once_for_each_round_of_clusters() -> None:
 
 
 def test_a_boundary_of_many_tokens_is_one_group_after_the_other() -> None:
-    """1,024 groups are 35 rounds of 15 clusters with two teams. Their rows, 21 bytes a channel, come from memory; those of
-    256 tokens come from L2."""
+    """1,024 groups are 35 rounds of 15 clusters with two teams. Their rows, 21 bytes a channel, come from memory, those
+    of 256 tokens from L2."""
     large, small = (rows.boundary("", tokens, 4096, GPU) for tokens in (8192, 256))
     of_group = 7200 + 2 * 180 + 1500
     assert large.clocks["groups"] == 35 * (of_group + 3 * 2000) and small.clocks["groups"] == 2 * (of_group + 3 * 263)
