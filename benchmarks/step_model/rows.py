@@ -10,7 +10,7 @@ from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection import gpu as hyper_connection
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS, Plan
 from step_model.attention import CLUSTERS, REMOTE_CLOCKS
-from step_model.hardware import Gpu
+from step_model.hardware import L2_CLOCKS, Gpu
 from step_model.launch import Launch
 
 
@@ -37,16 +37,23 @@ ROW_KERNELS = {
     "compress_store": RowKernel(900, 3, 24e3),
     "fused_swiglu": RowKernel(491, 1, 24.6e3),
 }
-TEAM_INSTRUCTIONS = 7326
-"""PTX instructions of a warp of a boundary of many tokens for a group of eight."""
 CLOCKS_TO_SUMS = {1: 4086, 2: 4327, 4: 4845, 8: 7389}
 """Clocks of a warp from the wait for the launch before to the wait for a cluster's sums, by the tokens of its group:
 from the stalls and scoreboards that the machine code for sm_90a names (V4-Flash), without latencies of L2."""
 INTERLEAVED_CLOCKS_TO_SUMS = {1: 2745, 2: 2945, 4: 3356, 8: 4110}
 """These clocks if products of all streams are interleaved, for sm_100a."""
+TEAM_CLOCKS_TO_SUMS = 7200
+"""These clocks of a group of eight tokens of a team, for both GPUs."""
+TEAM_LOADS = 3
+"""Loads of a team's group one after the other: registers do not suffice to have all of them on their way, so that the
+compiler moves arithmetic between them (docs/log/indexer_and_boundary.md, 2026-11-25)."""
+AFTER_SUMS_CLOCKS = 1500
+"""Clocks from a cluster's sums to the end of a group in the warps that have channels."""
+L2_BYTES = 50e6
+"""Bytes of rows from which on the launch before has left them in memory: an H200's L2, also on Blackwell."""
 BALANCE_CLOCKS = 3515
 """Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
-an iteration, 64 of which are eight reciprocals. The other warps, whose squares cross once more, take 1,500."""
+an iteration, 64 of which are eight reciprocals."""
 EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
@@ -94,18 +101,22 @@ def boundary(name: str, tokens: int, dim: int, gpu: Gpu, plan: Plan | None = Non
     reads = min(groups, at_once) if keeps else groups
     of_fn, of_rows = (1 if keeps else rounds) * fn / CLUSTER, rows / (min(groups, at_once) * CLUSTER)
     to_sums = INTERLEAVED_CLOCKS_TO_SUMS if plan.side_by_side > 1 else CLOCKS_TO_SUMS
+    from_memory = rows > L2_BYTES
+    latency = gpu.fitted.dram_us * gpu.clocks_us if from_memory else L2_CLOCKS
     of_group = to_sums[plan.tokens] + REMOTE_CLOCKS + BALANCE_CLOCKS
+    of_team = TEAM_CLOCKS_TO_SUMS + 2 * REMOTE_CLOCKS + AFTER_SUMS_CLOCKS + TEAM_LOADS * latency
+    again = rounds - 1 if plan.ctas == 1 else 0  # rounds in which a whole CTA follows another one
     first_fn = (0.5 if keeps else plan.stages / STREAMS) * fn / CLUSTER
     return Launch(
         name,
         ctas=min(groups * CLUSTER, gpu.multiprocessors),
-        memory=fn,
+        memory=fn + (rows if from_memory else 0),
         l2=reads * fn + rows,
         busiest=of_fn + of_rows,
-        instructions=TEAM_INSTRUCTIONS * rounds / 2 if keeps else 0.0,
-        chain=0.0 if keeps else (rounds if plan.ctas == 1 else 1) * of_group,
+        clocks={"groups": -(-groups // (at_once * plan.teams)) * of_team} if keeps else {},
+        chain=0.0 if keeps else of_group + again * (of_group + latency),
         from_memory=1,
-        from_l2=2 if keeps else 1,
+        from_l2=0 if keeps else 1,
         ahead=first_fn / (of_fn + of_rows),
         waves=rounds,
     )

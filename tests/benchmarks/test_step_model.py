@@ -176,7 +176,17 @@ def test_a_boundary_reads_fn_once_for_each_round_of_clusters() -> None:
     assert many.busiest - 2 * fn / 8 == pytest.approx(64 * 4096 * 21 / 120)  # the sixteenth cluster is a second round
     assert (few.chain, many.chain) == (4086 + 180 + 3515, 4845 + 180 + 3515)  # two CTAs a multiprocessor with 64 tokens
     alone = rows.boundary("", 64, 4096, H200, Plan(4, 4096, 24, True, one_cta=True))
-    assert alone.chain == 2 * many.chain and many.ahead == pytest.approx(fn / 16 / many.busiest)
+    assert alone.chain == 2 * many.chain + 263 and many.ahead == pytest.approx(fn / 16 / many.busiest)
+
+
+def test_a_boundary_of_many_tokens_is_one_group_after_the_other() -> None:
+    """1,024 groups are 35 rounds of 15 clusters with two teams. Their rows, 21 bytes a channel, come from memory, those
+    of 256 tokens from L2."""
+    large, small = (rows.boundary("", tokens, 4096, GPU) for tokens in (8192, 256))
+    of_group = 7200 + 2 * 180 + 1500
+    assert large.clocks["groups"] == 35 * (of_group + 3 * 2000) and small.clocks["groups"] == 2 * (of_group + 3 * 263)
+    assert large.memory - small.memory == 8192 * 4096 * 21 and small.memory == 24 * 4 * 4096 * 4
+    assert large.chain == small.chain == 0
 
 
 def test_a_boundary_of_parts_loads_fn_while_parts_travel() -> None:
