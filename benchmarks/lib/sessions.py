@@ -19,6 +19,9 @@ SECONDS_TO_END = 10.0
 SECONDS_AT_SIGTERM = 3.0
 """The same when this process was told to end, since `timeout` may send SIGKILL after some seconds."""
 
+SECONDS_AFTER_SIGKILL = 2.0
+"""Seconds in which the system takes back what killed processes had."""
+
 _owned: set[int] = set()
 
 
@@ -66,11 +69,20 @@ def _end(sessions: list[int], seconds: float) -> None:
     for session in sessions:
         _signal(session, signal.SIGTERM)
         resume(session)  # a suspended process does not see SIGTERM
+    if not _have_ended(sessions, seconds):
+        for session in sessions:
+            _signal(session, signal.SIGKILL)
+        _have_ended(sessions, SECONDS_AFTER_SIGKILL)  # the next benchmark needs their ports and memory
+
+
+def _have_ended(sessions: list[int], seconds: float) -> bool:
+    """Wait until the sessions have no processes; return whether that is so after `seconds`."""
     deadline = time.monotonic() + seconds
-    while any(map(_processes_of, sessions)) and time.monotonic() < deadline:
+    while any(map(_processes_of, sessions)):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
-    for session in sessions:
-        _signal(session, signal.SIGKILL)
+    return True
 
 
 def _signal(session: int, number: int) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.layers import peer_sums, sequence_parallel
-from sglang_dsv4.warmup.prefill_graphs import FLAG
 
 CARDS = torch.cuda.device_count()
 pytestmark = [
@@ -27,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(CARDS < 2, reason="needs two NVIDIA GPUs with SGLang on them"),
 ]
 DETERMINISTIC = "--enable-deterministic-inference"
+FLAG = "--cuda-graph-backend-prefill"
 USED_BYTES = 1 << 30
 """Less than a server takes of its GPU, more than anything else does of another."""
 

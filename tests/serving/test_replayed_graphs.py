@@ -28,7 +28,6 @@ from serving.speculation import (
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 from sglang_dsv4.warmup.cuda_graphs import VERIFY_EPILOGUE
-from sglang_dsv4.warmup.prefill_graphs import FLAG
 
 pytestmark = pytest.mark.slow  # each of the servers
 RUNNERS = {
@@ -37,6 +36,7 @@ RUNNERS = {
 }
 
 PARAMS = ["DSPARK", "EAGLE", NO_EPILOGUE]
+FLAG = "--cuda-graph-backend-prefill"
 
 
 @contextmanager
