@@ -245,7 +245,8 @@ def _tiles_with_a_cta(problem: Problem) -> int:
     """CTAs of a token in the kernel with a CTA for each tile (few_heads/tile.py), or 0 for the other kernel.
 
     All CTAs must find room at once, two on a multiprocessor: a cluster needs room for half of its CTAs. Only tokens
-    whose entries are in a page table may have more tiles than CTAs.
+    whose entries are in a page table may have more tiles than CTAs. The kernel merges the tiles of one KV split, so a
+    token of so many tiles must have no second one.
     """
     tiles, clusters = max(1, problem.max_steps) * TILES_OF_STEP, num_clusters(problem.q.device)
     sizes = (tiles,) if tiles <= MOST_TILES else ()
@@ -253,6 +254,8 @@ def _tiles_with_a_cta(problem: Problem) -> int:
         sizes = (*sizes, *(size for size in (MOST_TILES, PARTS[-1]) if size < tiles))
     if problem.num_tokens > FEW_TOKENS:
         return 0
+    if problem.split_keys is not None:
+        sizes = tuple(size for size in sizes if size <= problem.split_keys // STEP_KEYS * TILES_OF_STEP)
     return next((size for size in sizes if problem.num_tokens <= clusters[size // CTAS]), 0)
 
 

@@ -27,7 +27,7 @@ from ops.memory_layout import far_apart
 from ops.number_formats import same_bits
 from ops.random_attention import random_spec
 
-from dsv4_kernels.sparse_attention.split import num_kv_splits, num_steps
+from dsv4_kernels.sparse_attention.split import DECODE_SPLIT_KEYS, num_kv_splits, num_steps
 
 if TYPE_CHECKING:
     from ptx_emulator import Device
@@ -238,22 +238,31 @@ def test_parts_are_as_many_as_pay(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "entries", "pages", "expected"),
+    ("tokens", "window", "entries", "pages", "split_keys", "expected"),
     [
-        (1, 128, 512, False, 10),
-        (16, 128, 512, False, 10),
-        (17, 128, 512, False, 0),  # large batches keep their kernel
-        (1, 128, 1024, False, 0),  # 18 tiles: a cluster has 16 CTAs
-        (1, 0, 0, False, 2),
-        (1, 128, 512, True, 10),
-        (1, 128, 1026, True, 16),  # a table for 128K tokens of an HCA layer
-        (16, 128, 1026, True, 8),  # 16 clusters of 16 find no room
-        (1, 128, 8192, True, 16),
-        (1, 128, 1 << 17, True, 0),  # a table for more KV splits than the other kernel divides
+        (1, 128, 512, False, DECODE_SPLIT_KEYS, 10),
+        (16, 128, 512, False, DECODE_SPLIT_KEYS, 10),
+        (17, 128, 512, False, DECODE_SPLIT_KEYS, 0),  # large batches keep their kernel
+        (1, 128, 1024, False, DECODE_SPLIT_KEYS, 0),  # 18 tiles: a cluster has 16 CTAs
+        (1, 128, 512, False, 512, 0),  # ten tiles have two KV splits
+        (1, 128, 512, False, None, 10),
+        (1, 0, 0, False, DECODE_SPLIT_KEYS, 2),
+        (1, 128, 512, True, DECODE_SPLIT_KEYS, 10),
+        (1, 128, 1026, True, DECODE_SPLIT_KEYS, 16),  # a table for 128K tokens of an HCA layer
+        (1, 128, 1026, True, 512, 8),  # 16 tiles have two KV splits, eight have one
+        (16, 128, 1026, True, DECODE_SPLIT_KEYS, 8),  # 16 clusters of 16 find no room
+        (1, 128, 8192, True, DECODE_SPLIT_KEYS, 16),
+        (1, 128, 1 << 17, True, DECODE_SPLIT_KEYS, 0),  # a table for more KV splits than the other kernel divides
     ],
 )
 def test_tiles_have_a_cta_where_all_find_room(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, window: int, entries: int, pages: bool, expected: int
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    window: int,
+    entries: int,
+    pages: bool,
+    split_keys: int | None,
+    expected: int,
 ) -> None:
     from dsv4_kernels.sparse_attention.sm90 import launch as sm90
 
@@ -263,7 +272,8 @@ def test_tiles_have_a_cta_where_all_find_room(
     problem = SimpleNamespace(
         num_tokens=tokens,
         max_steps=steps,
-        max_kv_splits=num_kv_splits(steps, 1152),
+        max_kv_splits=num_kv_splits(steps, split_keys),
+        split_keys=split_keys,
         entry_indices=None if pages or not entries else 1,
         page_table=1 if pages else None,
         q=torch.empty(0),
