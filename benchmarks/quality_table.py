@@ -40,8 +40,6 @@ from lib.quality_measuring import TEXT_TOKENS, NoHitError, Start, Table, forked,
 from lib.servers import DidNotComeUpError, running
 from lib.versions import versions
 
-PORT = 31_700
-
 
 def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Kinds in which our mean KL to the trained model is larger than that of every configuration of the built-in."""
@@ -57,11 +55,15 @@ def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def from_command(configuration: Configuration, checkpoint: Path, folder: Path) -> AbstractContextManager[Any]:
-    """The server of a configuration, started as users do."""
-    server = configuration.contender.partition("+")[0]
-    flags, env = configuration.server_flags(), configuration.environment(folder)
-    return running(server, checkpoint, flags, PORT, folder / "log", env=env)
+def from_command(port: int) -> Start:
+    """Starts servers on a port as users do."""
+
+    def start(configuration: Configuration, checkpoint: Path, folder: Path) -> AbstractContextManager[Any]:
+        server = configuration.contender.partition("+")[0]
+        flags, env = configuration.server_flags(), configuration.environment(folder)
+        return running(server, checkpoint, flags, port, folder / "log", env=env)
+
+    return start
 
 
 def shown(measured: dict[str, Any]) -> str:
@@ -79,6 +81,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of this host; 0: the configurations of a CPU")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="configurations whose name has one of the texts")
     parser.add_argument("--add", action="store_true", help="to the rows of OUT")
+    parser.add_argument("--port", type=int, default=31_700, help="of servers on GPUs")
     parser.add_argument("--folder", type=Path, help="for logs; by default a temporary one")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args(arguments)
@@ -98,7 +101,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        start = start or (from_command if chosen.gpus else forked)
+        start = start or (from_command(chosen.port) if chosen.gpus else forked)
         table = Table(chosen.checkpoint, folder, start, given)
         print(
             f"{'':38} perplexity, KL/bound of text, chat, decode; same bits; KL in fp32 without quantisers", flush=True

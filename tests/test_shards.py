@@ -49,10 +49,16 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
         Shard.of(text)
 
 
+def environment() -> dict[str, str]:
+    """The environment without what this pytest tells its processes."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DSV4_TESTS_"))}
+
+
 def run_pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "tests/test_needed_packages.py"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DSV4_TESTS_"))}
-    return subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
 
 
 def test_tests_that_time_leaves_out_are_named() -> None:
@@ -101,9 +107,8 @@ def test_the_end_of_a_process_costs_one_test(tmp_path: Path) -> None:
             lines.append(f"def test_{file}_{test}(): {ends[file] if test == last else 'pass'}")
             names.append(f"test_{file}_{test}")
         (tmp_path / f"test_{file}.py").write_text("\n".join(lines))
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DSV4_TESTS_"))}
     command = [sys.executable, "-m", "pytest", "-n2", "-p", "no:cacheprovider"]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert "3 failed, 5 passed" in result.stdout, result.stdout
     assert "crashed while running 'test_1.py::test_1_2'" in result.stdout and "test_1.py" in result.stderr
     assert sorted((tmp_path / "ran").read_text().split()) == names

@@ -331,13 +331,13 @@ def run(
         rows_of = () if of_experts is None else (expert_rows.arguments(*of_experts.tensors),)
         arguments = arguments_of(plan)(*arguments, *peers, *rows_of)
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
-        if apart:
-            many_tokens.launch(plan, arguments, device, architecture(name, device))
-            made_ones = (out_streams, out, out_post, out_comb)
-            return (*made_ones, codes, scales) if fp8 else made_ones
+        arch = architecture(name, device)
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
-        compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
+        if apart:
+            many_tokens.launch(plan, arguments, device, arch)
+        else:
+            compile(plan, arch)(arguments, Int32(num_clusters), current_stream(device))
     made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
 

@@ -30,7 +30,7 @@ from dsv4_kernels.host.addresses import address
 from dsv4_kernels.host.arch import hardware_multiprocessors
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER
-from dsv4_kernels.hyper_connection.arithmetic import in_turn, load_words_if, store_words_if
+from dsv4_kernels.hyper_connection.arithmetic import address_of, in_turn, load_words_if, store_words_if
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import CHANNELS, PRE_ROWS, QUAD, STREAMS, UNITS, WARP, Arguments, Plan
 
@@ -149,10 +149,10 @@ class Multiplication(HyperConnection):
     ) -> None:
         """Adds up the sums of the warps, [warp][token][quad][4], and stores them."""
         quads, count = self.plan.quads, self.plan.tokens * self.plan.quads
-        source = _address(shared.sums) + (team * self.plan.warps * count + thread) * 16
+        source = address_of(shared.sums, team, self.plan.warps * count * 16)
         for task in cutlass.range(thread, count, self.plan.threads, unroll=1):
             token, quad = first + task // quads, task % quads
-            total = self.over_warps(source + (task - thread) * 16, count * 16)
+            total = self.over_warps(source + task * 16, count * 16)
             if token < args.num_tokens:
                 place = args.sums + ((Int64(token) * CLUSTER + rank) * quads + quad) * 16
                 ptx.store_f32x4(place, tuple(total))
@@ -257,7 +257,7 @@ class Mixture(HyperConnection):
             eighth, t, quad = task // (plan.tokens * quads), task // quads % plan.tokens, task % quads
             source = args.sums + ((Int64(first + t) * CLUSTER + eighth) * quads + quad) * 16
             exists = args.num_tokens - (first + t)
-            place = _address(shared.received) + task * 16
+            place = address_of(shared.received, 0, 0) + task * 16
             ptx.store_shared(place, ptx.load_or_zeros(Float32, 4, source, exists, "gt.s32", cache=""))
 
     @cute.jit
@@ -287,9 +287,9 @@ class Mixture(HyperConnection):
         plan = self.plan
         if thread < CLUSTER * plan.square_slots:
             eighth, slot = thread // plan.square_slots, thread % plan.square_slots
-            place = _address(shared.squares) + eighth * (plan.warps * plan.square_slots * 4) + slot * 4
+            place = address_of(shared.squares, 0, 0) + eighth * (plan.warps * plan.square_slots * 4) + slot * 4
             parts = [ptx.load_shared_f32(place + warp * plan.square_slots * 4) for warp in range(plan.warps)]
-            ptx.store_shared_f32(_address(shared.received_squares) + thread * 4, in_turn(parts))
+            ptx.store_shared_f32(address_of(shared.received_squares, 0, 0) + thread * 4, in_turn(parts))
 
 
 def plans(plan: Plan) -> tuple[Plan, Plan]:
@@ -328,10 +328,6 @@ def launch(plan: Plan, arguments: Arguments, device: torch.device, arch: str) ->
     multiply, mix = compile(plan, arch)
     multiply(arguments, Int32(min(rounds, hardware_multiprocessors(device) // CLUSTER) * CLUSTER), stream)
     mix(arguments, Int32(-(-num_tokens // MIXTURE_TOKENS)), stream)
-
-
-def _address(part: cute.Pointer) -> Int32:
-    return Int32(part.data_ptr().toint())
 
 
 def _shared_of_multiplication(plan: Plan) -> type:
