@@ -210,9 +210,9 @@ def test_what_is_refused(compiled_here: None) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 16, 17, 64])
 def test_the_gpu_sums_over_experts(kernel_on_gpu: Callable[[str], str], num_tokens: int, d: int) -> None:
     """Eager and in a graph: the bits of a boundary of the sum."""
+    run = partial(hc_boundary, fp8=True, impl=kernel_on_gpu("hc_boundary"))
     rows = expert_rows(num_tokens, d, seed=num_tokens, chosen=6)
     i = inputs(num_tokens, d, seed=num_tokens)._replace(y=rows).to("cuda")
-    run = partial(hc_boundary, fp8=True, impl=kernel_on_gpu("hc_boundary"))
     expected = run(*i._replace(y=i.y.total()).boundary())
     call = i.boundary()
     check(expected, [run(*call)])
