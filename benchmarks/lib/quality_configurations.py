@@ -22,8 +22,10 @@ HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 FILES = (*HOST, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
 EAGLE = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1")
 EAGLE += ("--speculative-num-draft-tokens", "4")
+DSPARK = ("--speculative-algorithm", "DSPARK")
 FP8_ROWS = ("--kv-cache-dtype", "fp8_e4m3")
 DETERMINISTIC = ("--enable-deterministic-inference",)
+MARLIN = ("--moe-runner-backend", "marlin")
 CHUNKED = ("--chunked-prefill-size", "256")
 QAT = "SGLANG_DSV4_QAT"
 
@@ -99,6 +101,7 @@ ON_A_CPU: tuple[Configuration, ...] = (
     Configuration("hit in files", FILES, prefix="storage", same_bits=True),
     Configuration("hit in files, FP8 rows", (*FILES, *FP8_ROWS), prefix="storage", same_bits=True),
     Configuration("EAGLE", EAGLE, same_bits=True),
+    Configuration("DSPARK", DSPARK, checkpoint="dspark", same_bits=True),
     Configuration("two ranks", _tp(2), in_fp32=True),
     Configuration("two ranks, deterministic", _tp(2, *DETERMINISTIC)),
     Configuration("two ranks, --ep-size 2", _tp(2, "--ep-size", "2"), in_fp32=True),
@@ -118,23 +121,25 @@ ON_A_CPU: tuple[Configuration, ...] = (
 )
 """Every configuration that is offered on a CPU. `trained` can be shared by at most two ranks."""
 
-# GPU servers promise the same bits only under the flag, and have no fp32. FP8 rows are the default there.
+# GPU servers promise the same bits only under the flag, and have neither fp32 nor fewer quantisers. FP8 rows are the
+# default there. Hopper serves NVFP4 experts by Marlin's kernels only.
 ON_GPUS: tuple[Configuration, ...] = (
     Configuration("ours"),
-    Configuration("ours, Marlin's experts", ("--moe-runner-backend", "marlin")),
+    Configuration("ours, Marlin's experts", MARLIN),
     Configuration("ours, deterministic", DETERMINISTIC),
-    Configuration("ours, quantisers of the caches only", qat="kv"),
-    Configuration("ours, NVFP4 experts", checkpoint="nvfp4"),
+    Configuration("ours, NVFP4 experts", MARLIN, checkpoint="nvfp4"),
     Configuration("ours, chunks of 256 tokens", CHUNKED),
     Configuration("ours, hit on the device", prefix="device"),
     Configuration("ours, hit in host memory", HOST, prefix="host"),
     Configuration("ours, hit in files", FILES, prefix="storage"),
     Configuration("ours, EAGLE", EAGLE),
+    Configuration("ours, DSPARK", DSPARK, checkpoint="dspark"),
     Configuration("ours, two ranks", _tp(2), ranks=2),
     Configuration("ours, two ranks, --ep-size 2", _tp(2, "--ep-size", "2"), ranks=2),
     Configuration("ours, four ranks", _tp(4), checkpoint="four-ranks", ranks=4),
     Configuration("built-in, Marlin's experts", contender="builtin+marlin"),
     Configuration("built-in, EAGLE", EAGLE, contender="builtin+marlin"),
+    Configuration("built-in, DSPARK", DSPARK, checkpoint="dspark", contender="builtin+marlin"),
     Configuration("built-in, two ranks", _tp(2), contender="builtin+marlin", ranks=2),
 )
 """Ours in every way that a GPU offers, and SGLang's built-in."""

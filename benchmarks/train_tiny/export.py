@@ -2,8 +2,10 @@
 
     PYTHONPATH=benchmarks python -m train_tiny.export STATE OUT --tokenizer DATA/tokenizer.json \
         --log benchmarks/results/train_tiny.json
+    PYTHONPATH=benchmarks python -m train_tiny.export DRAFT_STATE OUT --draft --log …/train_tiny_draft.json
 
-STATE is the folder that `train.py` writes. The values written are those that the last step computed with.
+STATE is the folder that `train.py` writes, DRAFT_STATE that of `train_draft.py`. The values written are those that the
+last step computed with. A draft becomes a file in the checkpoint's folder, and `train_tiny.variants` joins the two.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ from train_tiny.state import load_state
 FORMATS = {"fp8": StoredAs.FP8, "fp4": StoredAs.FP4, "bf16": StoredAs.BF16, "fp32": StoredAs.FP32}
 
 
+DRAFT_FILE = Path("dspark", "model.safetensors")
+"""In a checkpoint's folder; loaders read the files beside ``config.json`` only."""
+
+
 def config_of(shape: TinyShape, draft: DraftShape | None = None) -> dict[str, Any]:
     """The fields of ``config.json``; with `draft` those of a checkpoint whose draft is DSpark's."""
     fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__ if hasattr(shape, name)}
@@ -48,18 +54,19 @@ def tensors_of(masters: dict[str, Tensor], table: dict[str, Parameter]) -> dict[
     return found
 
 
-def write_checkpoint(
-    out: Path, masters: dict[str, Tensor], shape: TinyShape, tokenizer: Path, draft: DraftShape | None = None
-) -> int:
-    """Write config, tokenizer and weights; returns the bytes of the weights' file.
+def write_draft(out: Path, masters: dict[str, Tensor], shape: TinyShape, draft: DraftShape) -> int:
+    """Write a DSpark draft's tensors to the file `DRAFT_FILE` of a checkpoint; returns its bytes."""
+    (out / DRAFT_FILE).parent.mkdir(parents=True, exist_ok=True)
+    tensors = tensors_of(masters, draft_parameters(shape, draft))
+    contents = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    (out / DRAFT_FILE).write_bytes(contents)
+    return len(contents)
 
-    With `draft` the masters hold a DSpark draft's parameters in place of the MTP module's.
-    """
+
+def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, tokenizer: Path) -> int:
+    """Write config, tokenizer and weights; returns the bytes of the weights' file."""
     out.mkdir(parents=True, exist_ok=True)
-    table = parameters(shape)
-    if draft is not None:
-        table = {name: p for name, p in table.items() if not name.startswith("mtp.")} | draft_parameters(shape, draft)
-    tensors = tensors_of(masters, table) | hash_tables(shape)
+    tensors = tensors_of(masters, parameters(shape)) | hash_tables(shape)
     file_name = "model-00001-of-00001.safetensors"
     contents = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
     (out / file_name).write_bytes(contents)
@@ -69,7 +76,7 @@ def write_checkpoint(
     shutil.copy(tokenizer, out / "tokenizer.json")
     write_tokenizer_files(out, shape.max_position_embeddings)
     # Last: a folder with a config.json is a complete checkpoint.
-    (out / "config.json").write_text(json.dumps(config_of(shape, draft), indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
     return len(contents)
 
 
@@ -78,7 +85,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Export a trained model in the released format.")
     parser.add_argument("state", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--tokenizer", type=Path, help="of the model")
+    kind.add_argument("--draft", action="store_true", help="STATE is that of a DSpark draft")
     parser.add_argument("--log", type=Path, help="file for the log of the training")
     arguments = parser.parse_args()
     state = load_state(arguments.state)
@@ -88,7 +97,10 @@ def main() -> int:
         arguments.log.write_text(json.dumps(figures)[:-1] + f',\n "rows": [\n  {rows}\n]}}\n')
     torch.set_num_threads(1)
     shape = TinyShape.from_json(state["shape"])
-    written = write_checkpoint(arguments.out, state["masters"], shape, arguments.tokenizer)
+    if arguments.draft:
+        written = write_draft(arguments.out, state["masters"], shape, DraftShape())
+    else:
+        written = write_checkpoint(arguments.out, state["masters"], shape, arguments.tokenizer)
     print(f"{arguments.out}: step {state['step']}, {written / 1e6:.1f} MB of weights")
     return 0
 

@@ -1,7 +1,8 @@
-"""Checkpoints of the same function as the trained one, in another format or for more ranks.
+"""Checkpoints of the same function as the trained one, in another format, for more ranks or with the other draft.
 
     PYTHONPATH=benchmarks python -m train_tiny.variants nvfp4 CHECKPOINT OUT
     PYTHONPATH=benchmarks python -m train_tiny.variants four-ranks CHECKPOINT OUT
+    PYTHONPATH=benchmarks python -m train_tiny.variants dspark CHECKPOINT OUT
 
 `nvfp4`: the experts of the main model as modelopt exports them. A block of 32 MXFP4 codes becomes two blocks of 16 with
 the same scale, relative to a global one, so that every weight keeps its value.
@@ -9,11 +10,14 @@ the same scale, relative to a global one, so that every weight keeps its value.
 `four-ranks`: two output groups and 256 channels of an expert can't be shared by four ranks. Each output group becomes
 two of half the heads, and a column of `wo_b` is repeated for both; experts get channels of zeros. Before rounding the
 sums are the same; the input of `wo_b` is quantised in other blocks.
+
+`dspark`: the MTP module is replaced by the DSpark draft that the checkpoint's folder ``dspark`` has.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -27,7 +31,9 @@ from torch import Tensor
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.weights import nvfp4
-from train_tiny.widen import padded
+from train_tiny.draft import DraftShape
+from train_tiny.export import DRAFT_FILE
+from train_tiny.widen import with_channels
 
 INPUT_AMAX = 100.0
 """Largest input of an expert's product for the unused `input_scale`."""
@@ -71,24 +77,31 @@ def for_four_ranks(tensors: Tensors, config: dict[str, Any]) -> None:
         value = tensors[name]
         is_scale = name.endswith(".scale")
         rows = -(-rank // 128) if is_scale else rank  # of a group
-        if (
-            ".wo_a." in name
-        ):  # [groups * rank, channels of a group's heads] -> [groups, 2 halves, rank, half the channels]
+        if ".wo_a." in name:
+            # [groups * rank, channels of a group's heads] -> [groups, 2 halves, rank, half the channels]
             halves = value.view(torch.uint8).unflatten(0, (groups, rows)).chunk(2, dim=2)
             tensors[name] = torch.stack(halves, 1).flatten(0, 2).contiguous().view(value.dtype)
         elif ".wo_b." in name:
             of_groups = value.view(torch.uint8).unflatten(1, (groups, rows))
             tensors[name] = of_groups.repeat_interleave(2, dim=1).flatten(1).contiguous().view(value.dtype)
-        elif "experts." in name:
-            # 128 is 1.0 as a power-of-two scale, 127 plus the exponent; codes of 0 are zeros.
-            fill = 127 if is_scale else 0
-            height, width = value.shape
-            more = height * 2 if ".w2." not in name else height, width * 2 if ".w2." in name else width
-            tensors[name] = padded(value, *more, fill)
+        else:
+            tensors[name] = with_channels(name, value, 2)
     config |= {"o_groups": 2 * groups, "moe_intermediate_size": 2 * inner}
 
 
-KINDS: dict[str, Callable[[Tensors, dict[str, Any]], None]] = {"nvfp4": to_nvfp4, "four-ranks": for_four_ranks}
+def with_draft(tensors: Tensors, config: dict[str, Any], of_draft: Tensors, draft: DraftShape) -> None:
+    """Put a DSpark draft in the place of the MTP module, in place."""
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        del tensors[name]
+    tensors |= of_draft
+    config |= {f"dspark_{name}": value for name, value in dataclasses.asdict(draft).items()}
+    layers = config["num_hidden_layers"]
+    config["compress_ratios"] = [*config["compress_ratios"][:layers], *[0] * len(draft.target_layer_ids)]
+
+
+Change = Callable[[Tensors, dict[str, Any]], None]
+CHANGES: dict[str, Change] = {"nvfp4": to_nvfp4, "four-ranks": for_four_ranks}
+KINDS = (*CHANGES, "dspark")
 
 
 def write(kind: str, checkpoint: Path, out: Path) -> None:
@@ -96,10 +109,14 @@ def write(kind: str, checkpoint: Path, out: Path) -> None:
 
     Raises:
         ValueError: the checkpoint can't be stored this way.
+        FileNotFoundError: it has no DSpark draft.
     """
     (file,) = checkpoint.glob("*.safetensors")
     tensors, config = load_file(file), json.loads((checkpoint / "config.json").read_text())
-    KINDS[kind](tensors, config)
+    if kind == "dspark":
+        with_draft(tensors, config, load_file(checkpoint / DRAFT_FILE), DraftShape())
+    else:
+        CHANGES[kind](tensors, config)
     out.mkdir(parents=True, exist_ok=True)
     (out / file.name).write_bytes(save({n: t.contiguous() for n, t in tensors.items()}, metadata={"format": "pt"}))
     index = {"metadata": {}, "weight_map": dict.fromkeys(sorted(tensors), file.name)}

@@ -1,16 +1,22 @@
-"""The same model with a hidden size that Hopper's kernels take: 1,024 channels, of which all but the first are zero.
+"""The same model with the sizes that Hopper's kernels take; all that is added is zero.
 
-    PYTHONPATH=benchmarks python -m train_tiny.widen CHECKPOINT OUT [--hidden 1024]
+    PYTHONPATH=benchmarks python -m train_tiny.widen CHECKPOINT OUT
 
-The hyper-connection kernel takes widths in multiples of 1,024. A stream's added channels stay zero, so every product is
-the same; an RMS norm over four times as many channels divides by half as much, and its weight is halved, which is exact
-(but for the norm's epsilon, 1e-6, which then counts four times as much).
+hidden size 1,024      the hyper-connection kernel takes multiples of 1,024. A stream's added channels stay zero, so
+                       every product is the same; an RMS norm over four times as many channels divides by half as much,
+                       and its weight is halved, which is exact (but for the norm's epsilon, 1e-6, which then counts
+                       four times as much)
+64 heads               FlashMLA, which SGLang's own DeepSeek-V4 calls, takes 64 or 128. An added head's query is zero,
+                       and so are its columns of the output projection
+64 heads of the indexer  as the release has them; an added head's weight is zero
+1,024 expert channels  four ranks get 256 each, the fewest that our experts take
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -19,11 +25,14 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-NORMS = ("attn_norm.weight", "ffn_norm.weight", "enorm.weight", "hnorm.weight")
+NORMS = ("attn_norm.weight", "ffn_norm.weight", "enorm.weight", "hnorm.weight", "main_norm.weight")
 INPUTS = ("wq_a", "wkv", "wgate", "weights_proj", "gate", "w1", "w3", "embed", "head", "e_proj", "h_proj")
 """Matrices whose columns are the hidden channels; the embedding's rows are tokens."""
 OUTPUTS = ("wo_b", "w2", "e_proj", "h_proj")
 """Matrices whose rows are the hidden channels."""
+
+
+HIDDEN, HEADS, INDEX_HEADS, EXPERT_CHANNELS = 1024, 64, 64, 1024
 
 
 def padded(value: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
@@ -43,52 +52,96 @@ def widened(name: str, value: Tensor, narrow: int, wide: int) -> Tensor:
     root = round(factor**0.5)
     if narrow * factor != wide or root * root != factor or root & (root - 1):
         raise ValueError(f"a hidden size of {wide}; expected {narrow} times 4, 16, 64, ...")
-    if name in ("norm.weight", "mtp.0.norm.weight") or name.endswith(NORMS):
+    if name == "norm.weight" or re.fullmatch(r"mtp\.\d+\.norm\.weight", name) or name.endswith(NORMS):
         return torch.nn.functional.pad(value / root, (0, wide - narrow))
+    if name.endswith("confidence_head.proj.weight"):  # [1, hidden channels and the Markov head's]
+        return torch.cat((torch.nn.functional.pad(value[:, :narrow], (0, wide - narrow)), value[:, narrow:]), 1)
     if name.endswith("_fn"):
         streams = value.unflatten(1, (-1, narrow)) / root
         return torch.nn.functional.pad(streams, (0, wide - narrow)).flatten(1)
     words = name.split(".")
     if value.dim() != 2 or words[-1] not in ("weight", "scale"):
         return value
+    if words[-2] == "main_proj":  # its inputs are the streams of several layers
+        layers = value.view(torch.uint8).chunk(value.shape[1] // len(value), 1)
+        grown = [padded(one, len(one) * factor, one.shape[1] * factor, fill_of(name)) for one in layers]
+        return torch.cat(grown, 1).view(value.dtype)
     reads, writes = words[-2] in INPUTS, words[-2] in OUTPUTS
-    rows = value.shape[0] * (factor if writes else 1)
-    columns = value.shape[1] * (factor if reads else 1)
-    # A scale of 1 for blocks of zeros: e8m0's byte 127.
-    return padded(value, rows, columns, 127 if words[-1] == "scale" else 0)
+    height, width = value.shape
+    return padded(value, height * (factor if writes else 1), width * (factor if reads else 1), fill_of(name))
+
+
+def fill_of(name: str) -> int:
+    """The byte of what is added to a tensor: a scale of 1 (e8m0's exponent 127) for blocks of zeros, else zero."""
+    return 127 if name.endswith(".scale") else 0
+
+
+def with_heads(name: str, value: Tensor, groups: int, factor: int, index_factor: int) -> Tensor:
+    """A tensor of the checkpoint for `factor` times as many heads; an output group's heads stay its first ones."""
+    if ".indexer.wq_b." in name or ".indexer.weights_proj." in name:
+        return padded(value, value.shape[0] * index_factor, value.shape[1], fill_of(name))
+    if ".wo_a." in name:
+        return padded(value, value.shape[0], value.shape[1] * factor, fill_of(name))
+    if ".wq_b." in name:
+        parts = value.view(torch.uint8).chunk(groups)
+        grown = [padded(part, len(part) * factor, part.shape[1], fill_of(name)) for part in parts]
+        return torch.cat(grown).view(value.dtype)
+    if name.endswith(".attn_sink"):
+        return torch.nn.functional.pad(value.view(groups, -1), (0, len(value) // groups * (factor - 1))).flatten()
+    return value
+
+
+def with_channels(name: str, value: Tensor, factor: int) -> Tensor:
+    """A tensor of the checkpoint for `factor` times as many intermediate channels of an expert."""
+    if "experts." not in name:
+        return value
+    height, width = value.shape
+    reads = ".w2." in name
+    return padded(value, height * (1 if reads else factor), width * (factor if reads else 1), fill_of(name))
 
 
 def main() -> int:
     """Run the command line of the module's docstring; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Pad a checkpoint's hidden channels for Hopper's kernels.")
+    parser = argparse.ArgumentParser(description="Pad a checkpoint for Hopper's kernels.")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--hidden", type=int, default=1024)
     arguments = parser.parse_args()
-    widen(arguments.checkpoint, arguments.out, arguments.hidden)
+    widen(arguments.checkpoint, arguments.out)
     return 0
 
 
-def widen(checkpoint: Path, out: Path, hidden: int) -> None:
+def widen(checkpoint: Path, out: Path) -> None:
     """Write the widened checkpoint to `out`, with the tokenizer of the first.
 
     Raises:
-        ValueError: as `widened`.
+        ValueError: as `widened`, or a number is not a multiple of the checkpoint's.
     """
     config = json.loads((checkpoint / "config.json").read_text())
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "index_n_heads": INDEX_HEADS,
+        "moe_intermediate_size": EXPERT_CHANNELS,
+    }
+    for name, size in sizes.items():
+        if size % config[name]:
+            raise ValueError(f"{checkpoint}: {name} is {config[name]}; expected a divisor of {size}")
+    heads, index_heads, channels = (size // config[name] for name, size in list(sizes.items())[1:])
     out.mkdir(parents=True, exist_ok=True)
     for path in checkpoint.iterdir():
         if path.name != "config.json" and path.suffix == ".json":
             shutil.copy(path, out / path.name)
-    total = 0
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        tensors = {name: widened(name, value, config["hidden_size"], hidden) for name, value in load_file(path).items()}
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        (out / path.name).write_bytes(save(tensors, metadata={"format": "pt"}))
+    for path in sorted(checkpoint.rglob("*.safetensors")):  # a DSpark draft is in a folder of its own
+        tensors = {}
+        for name, value in load_file(path).items():
+            value = with_heads(name, value, config["o_groups"], heads, index_heads)
+            tensors[name] = widened(name, with_channels(name, value, channels), config["hidden_size"], HIDDEN)
+        place = out / path.relative_to(checkpoint)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(save(tensors, metadata={"format": "pt"}))
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
-    index["metadata"]["total_size"] = total
-    (out / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
-    (out / "config.json").write_text(json.dumps(config | {"hidden_size": hidden}, indent=2) + "\n")
+    (out / "model.safetensors.index.json").write_text(json.dumps(index | {"metadata": {}}) + "\n")
+    (out / "config.json").write_text(json.dumps(config | sizes, indent=2) + "\n")
 
 
 if __name__ == "__main__":

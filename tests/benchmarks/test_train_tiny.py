@@ -24,7 +24,7 @@ from train_tiny.bpe import Encoder
 from train_tiny.chat import Chat, Frame
 from train_tiny.corpus import frame_of
 from train_tiny.draft import DraftModel, DraftShape, draft_parameters
-from train_tiny.export import tensors_of, write_checkpoint
+from train_tiny.export import config_of, tensors_of, write_checkpoint, write_draft
 from train_tiny.model import Model, Quant, compute_weights
 from train_tiny.optimiser import Optimiser
 from train_tiny.quantisers import fp4_rows, fp8_matrix, fp8_rows
@@ -123,11 +123,11 @@ def assert_block(
 
 
 def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
-    """The 1,024 channels that Hopper's kernels read give the logits of the 256 channels that were trained."""
+    """With the sizes that Hopper's kernels take it gives the logits of the sizes that were trained."""
     shape = TinyShape(vocab_size=1024, index_topk=4, compress_ratios=(0, 4), n_routed_experts=2)
     build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
     write_checkpoint(tmp_path / "narrow", random_masters(shape, 5), shape, tmp_path / "tokenizer.json")
-    widen(tmp_path / "narrow", tmp_path / "wide", 1024)
+    widen(tmp_path / "narrow", tmp_path / "wide")
     tokens = torch.randint(3, 1000, (24,), generator=torch.Generator().manual_seed(2))
     logits = []
     for folder in (tmp_path / "narrow", tmp_path / "wide"):
@@ -137,6 +137,10 @@ def test_the_widened_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         drafted = reference.mtp_logits(reference.mtp_streams(streams, tokens.roll(-1)))
         logits.append(torch.cat((reference.logits(tokens), drafted)))
     assert relative_error(*logits).max() < 1e-4, relative_error(*logits)
+    assert (config["hidden_size"], config["num_attention_heads"], config["moe_intermediate_size"]) == (1024, 64, 1024)
+    (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | {"index_n_heads": 48}))
+    with pytest.raises(ValueError, match="index_n_heads is 48; expected a divisor of 64"):
+        widen(tmp_path / "narrow", tmp_path / "wide")
     with pytest.raises(ValueError, match="expected 256 times 4"):
         widened("norm.weight", torch.ones(256), 256, 768)
 
@@ -147,7 +151,7 @@ def test_variants_are_the_same_model(tmp_path: Path) -> None:
     build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
     write_checkpoint(tmp_path / "trained", random_masters(shape, 5), shape, tmp_path / "tokenizer.json")
     tokens, logits = torch.randint(3, 1000, (24,), generator=torch.Generator().manual_seed(2)), {}
-    for kind in ("trained", *variants.KINDS):
+    for kind in ("trained", *variants.CHANGES):
         if kind != "trained":
             variants.write(kind, tmp_path / "trained", tmp_path / kind)
         config = json.loads((tmp_path / kind / "config.json").read_text())
@@ -161,21 +165,39 @@ def test_variants_are_the_same_model(tmp_path: Path) -> None:
         variants.to_nvfp4(tensors, {})
 
 
-def test_the_trained_dspark_draft_is_the_one_that_is_defined(tmp_path: Path) -> None:
-    """Random weights of target and draft, exported and read again: the blocks' logits are the reference's."""
+def checkpoint_with_draft(
+    folder: Path,
+    shape: TinyShape,
+    masters: dict[str, Tensor],
+    of_draft: dict[str, Tensor],
+    draft: DraftShape,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Export the model and its draft, and return the folder of the checkpoint with both."""
+    monkeypatch.setattr(variants, "DraftShape", lambda: draft)
+    build_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
+    write_checkpoint(folder / "model", masters, shape, folder / "tokenizer.json")
+    write_draft(folder / "model", of_draft, shape, draft)
+    variants.write("dspark", folder / "model", folder / "with_draft")
+    return folder / "with_draft"
+
+
+def test_the_trained_dspark_draft_is_the_one_that_is_defined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights of target and draft, exported and read again: the blocks' logits are the reference's. So are those
+    of the checkpoint with the sizes that Hopper's kernels take."""
     shape, draft = TinyShape(vocab_size=1024, compress_ratios=(0, 4, 0), n_routed_experts=2), DraftShape((0, 1, 2))
     table = draft_parameters(shape, draft)
     masters = random_masters(shape, 3)
-    masters |= {
+    of_draft = {
         name: value + (0.1 * torch.randn(value.shape) if table[name].std == 0 else 0)
         for name, value in initial(shape, 4, table).items()
     }
-    build_tokenizer(shape.vocab_size).save(str(tmp_path / "tokenizer.json"))
-    write_checkpoint(tmp_path / "checkpoint", masters, shape, tmp_path / "tokenizer.json", draft)
-    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
-    reference = DSparkReference(Reference(config, read_dequantised(tmp_path / "checkpoint")))
+    checkpoint = checkpoint_with_draft(tmp_path, shape, masters, of_draft, draft, monkeypatch)
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config == json.loads(json.dumps(config_of(shape, draft)))
+    reference = DSparkReference(Reference(config, read_dequantised(checkpoint)))
     tokens = torch.randint(3, 1000, (256,), generator=torch.Generator().manual_seed(2))
-    weights = compute_weights(masters, parameters(shape) | table)
+    weights = compute_weights(masters | of_draft, parameters(shape) | table)
     model = DraftModel(shape, draft, quant=Quant(False, False, False), dtype=torch.float32)
     at = torch.tensor([[3, 200]])  # fewer tokens before a block than the window has, and more
     with torch.no_grad():
@@ -186,6 +208,12 @@ def test_the_trained_dspark_draft_is_the_one_that_is_defined(tmp_path: Path) -> 
         expected = reference.block([row[:position] for row in rows], int(tokens[position]))
         assert relative_error(ours[0, index], expected.logits).max() < 1e-4
         assert relative_error(mixed[0, index], expected.mixed).max() < 1e-4
+    widen(checkpoint, tmp_path / "wide")
+    wide_config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    wide = DSparkReference(Reference(wide_config, read_dequantised(tmp_path / "wide")))
+    expected = reference.block([row[:200] for row in rows], int(tokens[200]))
+    found = wide.block([row[:200] for row in wide.context(wide.taps(tokens))], int(tokens[200]))
+    assert relative_error(found.logits, expected.logits).max() < 1e-4
     loss, parts = model.draft_loss(tokens[None], at, weights)
     loss.backward()
     assert all(weights[name].grad is not None for name, p in table.items() if p.update != "none")

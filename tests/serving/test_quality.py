@@ -13,14 +13,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from lib import quality_figures as figures
-from lib.quality_configurations import EAGLE, EVERY_PAGE, ON_A_CPU, POOL, Configuration
+from lib.quality_configurations import DSPARK, EAGLE, EVERY_PAGE, ON_A_CPU, POOL, Configuration
 from lib.quality_measuring import FP32_BOUND, Table, forked, inputs, problems
 from model.compare import TOLERANCE
-from model.trained import TRAINED, Trained, verify_steps
+from model.trained import TRAINED, Trained, by_dspark, by_mtp, verify_steps
 from serving.server import SLEEP_ON_IDLE, Server, account, running_server
 from tokenizers import Tokenizer
 from torch import Tensor
-from train_tiny import tasks, words
+from train_tiny import tasks, variants, words
 from train_tiny.chat import ASSISTANT, BOS, USER
 
 IN_FP32 = ("--dtype", "float32", SLEEP_ON_IDLE, *POOL)
@@ -156,16 +156,25 @@ def test_needles_as_released_are_answered_as_roundings_allow(tokenizer: Tokenize
 
 
 @pytest.mark.slow
-def test_drafts_are_accepted_as_by_the_equations_also_after_a_hit(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """In fp32 without quantisers: as many verify steps as the reference's MTP module needs for the same answers, cold
-    and after a prefix was found on the device."""
+@pytest.mark.parametrize("algorithm", ["EAGLE", "DSPARK"])
+def test_drafts_are_accepted_as_by_the_equations_also_after_a_hit(
+    tokenizer: Tokenizer, tmp_path: Path, algorithm: str
+) -> None:
+    """In fp32 without quantisers: as many verify steps as the reference's draft needs for the same answers, cold and
+    after a prefix was found on the device."""
+    checkpoint, flags = TRAINED, EAGLE
+    if algorithm == "DSPARK":
+        checkpoint, flags = tmp_path / "with_draft", DSPARK
+        variants.write("dspark", TRAINED, checkpoint)
     prompts = [needle(tokenizer, length).tokens for length in (601, 770, 1027)]
     texts = figures.windows(TRAINED, figures.FIXED_TEXT, 700, 2)
-    with running_server(TRAINED, tmp_path / "log", *IN_FP32, *EAGLE, env=NO_QUANTISERS | EVERY_PAGE) as server:
+    with running_server(checkpoint, tmp_path / "log", *IN_FP32, *flags, env=NO_QUANTISERS | EVERY_PAGE) as server:
         for prompt in [*prompts, *texts]:
             cold, hit = (figures.generate(server.url, prompt.tolist(), 40) for _ in range(2))
             assert account(cold)["position"] == 0 and account(hit)["position"] >= 512
             assert hit["output_ids"] == cold["output_ids"]
             steps = [result["meta_info"]["spec_verify_ct"] for result in (cold, hit)]
-            expected = verify_steps(prompt, torch.tensor(cold["output_ids"]), drafts=3)
+            tokens = torch.cat([prompt, torch.tensor(cold["output_ids"])])
+            propose = by_mtp(tokens, 3) if algorithm == "EAGLE" else by_dspark(tokens, checkpoint)
+            expected = verify_steps(tokens, len(prompt), propose)
             assert steps == [expected, expected] and expected < 39

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from model.dspark_reference import DSparkReference
 from model.oracle import read_dequantised
 from model.reference import OFF, Reference
 from torch import Tensor
@@ -48,29 +50,55 @@ class Trained:
         return self.model.logits(streams, self.weights)[0].log_softmax(-1)
 
 
-def verify_steps(prompt: Tensor, answer: Tensor, drafts: int) -> int:
-    """Return the number of verify steps in which EAGLE reaches the end of a greedy answer, by the equations.
+Propose = Callable[[int], list[int]]
+"""The draft's proposals for the tokens after a position, given the tokens up to it."""
 
-    In each step the MTP module proposes `drafts` tokens: the first from the target's streams, the others from its own.
-    The drafts before the first one that the target would not choose are accepted, and the target's choice follows.
+
+def verify_steps(tokens: Tensor, start: int, propose: Propose) -> int:
+    """Return the number of verify steps in which a server with this draft reaches the end of its greedy answer.
+
+    In each step the proposals before the first one that the target would not choose are accepted, and the target's
+    choice follows.
 
     Args:
-        prompt, answer: [tokens] int64. No quantiser runs.
-        drafts: proposals of a step.
+        tokens: the prompt and its answer [tokens] int64.
+        start: the prompt's length. The answer's first token needs no verify step.
+        propose: by the equations, without quantisers.
     """
-    reference = Reference(json.loads((TRAINED / "config.json").read_text()), read_dequantised(TRAINED), OFF)
-    tokens, window = torch.cat([prompt, answer]), reference.config["sliding_window"]
-    streams = reference.streams(F.pad(tokens, (0, -len(tokens) % GROUP)))
-    steps, at = 0, len(prompt)  # position of the last token that is known before the step
+    steps, at = 0, start  # position of the last token that is known before the step
     while at < len(tokens) - 1:
+        rest = tokens[at + 1 :].tolist()
+        proposed = propose(at)[: len(rest)]
+        accepted = next((i for i, token in enumerate(proposed) if token != rest[i]), len(proposed))
+        at, steps = at + accepted + 1, steps + 1
+    return steps
+
+
+def unquantised(checkpoint: Path) -> Reference:
+    return Reference(json.loads((checkpoint / "config.json").read_text()), read_dequantised(checkpoint), OFF)
+
+
+def by_mtp(tokens: Tensor, drafts: int) -> Propose:
+    """Return EAGLE's draft: its first proposal comes from the target's streams, the others from its own."""
+    reference = unquantised(TRAINED)
+    window, streams = reference.config["sliding_window"], reference.streams(F.pad(tokens, (0, -len(tokens) % GROUP)))
+
+    def propose(at: int) -> list[int]:
         begin = max(0, at - window)
         inputs, following = streams[begin:at], tokens[begin + 1 : at + 1]
-        proposed = []
+        proposed: list[int] = []
         for _ in range(drafts):
             own = reference.mtp_streams(inputs, following)
             proposed.append(int(reference.mtp_logits(own)[-1].argmax()))
             inputs, following = torch.cat([inputs, own[-1:]]), torch.cat([following, torch.tensor(proposed[-1:])])
-        rest = tokens[at + 1 : at + 1 + drafts].tolist()
-        accepted = next((i for i, token in enumerate(rest) if token != proposed[i]), len(rest))
-        at, steps = at + accepted + 1, steps + 1
-    return steps
+        return proposed
+
+    return propose
+
+
+def by_dspark(tokens: Tensor, checkpoint: Path) -> Propose:
+    """Return the DSpark draft of a checkpoint (`train_tiny.variants`), which proposes a block from rows of the target's
+    taps."""
+    draft = DSparkReference(unquantised(checkpoint))
+    rows = draft.context(draft.taps(F.pad(tokens, (0, -len(tokens) % GROUP))))
+    return lambda at: draft.block([row[:at] for row in rows], int(tokens[at])).drafts
