@@ -74,28 +74,44 @@ def shown(measured: dict[str, Any]) -> str:
     return f"{measured['name']:38} {measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%} {fp32}"
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line of the module's docstring."""
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("checkpoint", type=Path)
+    found.add_argument("--gpus", type=int, default=0, help="GPUs of this host; 0: the configurations of a CPU")
+    found.add_argument("--only", nargs="+", metavar="TEXT", help="configurations whose name has one of the texts")
+    found.add_argument("--add", action="store_true", help="to the rows of OUT")
+    found.add_argument("--port", type=int, default=31_700, help="of servers on GPUs")
+    found.add_argument("--folder", type=Path, help="for logs; by default a temporary one")
+    found.add_argument("--out", type=Path)
+    return found
+
+
+def configurations(gpus: int, only: Sequence[str] | None) -> list[Configuration]:
+    """The configurations of a command, the first one, whose bits the others are compared with, always among them.
+
+    Raises:
+        ValueError: no name has one of the texts.
+    """
+    offered = [one for one in (ON_GPUS if gpus else ON_A_CPU) if one.ranks <= max(1, gpus)]
+    wanted = [one for one in offered if not only or any(text in one.name for text in only)]
+    if not wanted:
+        raise ValueError(f"no configuration has {only}; there are: {', '.join(one.name for one in offered)}")
+    return wanted if wanted[0] is offered[0] else [offered[0], *wanted]
+
+
 def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
     """Run the command line of the module's docstring; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of this host; 0: the configurations of a CPU")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="configurations whose name has one of the texts")
-    parser.add_argument("--add", action="store_true", help="to the rows of OUT")
-    parser.add_argument("--port", type=int, default=31_700, help="of servers on GPUs")
-    parser.add_argument("--folder", type=Path, help="for logs; by default a temporary one")
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args(arguments)
-    offered = [one for one in (ON_GPUS if chosen.gpus else ON_A_CPU) if one.ranks <= max(1, chosen.gpus)]
-    wanted = [one for one in offered if not chosen.only or any(text in one.name for text in chosen.only)]
-    if not wanted:
-        parser.error(f"no configuration has {chosen.only}; there are: {', '.join(one.name for one in offered)}")
-    if wanted[0] is not offered[0]:
-        wanted.insert(0, offered[0])  # whose bits the others are compared with
+    chosen = parser().parse_args(arguments)
+    try:
+        wanted = configurations(chosen.gpus, chosen.only)
+    except ValueError as error:
+        parser().error(str(error))
     given, rows = inputs(chosen.checkpoint), {}
     if chosen.add and chosen.out and chosen.out.exists():
         before = json.loads(chosen.out.read_text())
         if before["inputs"] != given.digest():
-            parser.error(f"{chosen.out} was measured with other inputs: measure all rows again, without --add")
+            parser().error(f"{chosen.out} was measured with other inputs: measure all rows again, without --add")
         rows = {one["name"]: one for one in before["rows"]}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -115,7 +131,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
                 continue
             failed += problems(measured)
             print(shown(measured), flush=True)
-            order = {each.name: number for number, each in enumerate(offered)}
+            order = {each.name: number for number, each in enumerate(ON_GPUS if chosen.gpus else ON_A_CPU)}
             result = {
                 "checkpoint": chosen.checkpoint.name,
                 "inputs": given.digest(),

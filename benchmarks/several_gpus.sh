@@ -3,7 +3,7 @@
 #
 # FOLDER gets models, servers, figures, logs and results (STAGE.json). A stage of contenders that has not ended in
 # SECONDS ends with status 3: repeat the command, and it goes on. Its servers keep running for the next stage; `stop`
-# ends them. The stages bits, exact, transfer, check and kernels begin anew each time.
+# ends them. The stages bits, exact, transfer, check, kernels and quality begin anew each time.
 #
 #   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
@@ -19,6 +19,7 @@
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
 #   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile
+#   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in
 #
 # OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs
 # contenders get two GPUs each; use another FOLDER.
@@ -85,6 +86,23 @@ kernels)
     for name in hyper_connection invariant_linear; do
         timeout "$seconds" python3 "benchmarks/bench_$name.py" --sweep --out "$folder/$name.json" || exit
     done
+    ;;
+quality)
+    export PYTHONPATH="tests/lib:benchmarks:${PYTHONPATH:-}" OMP_NUM_THREADS=8
+    [ -e "$folder/wide/config.json" ] || python3 -m train_tiny.widen trained "$folder/wide" || exit
+    # Side by side: two halves of the rows of one GPU, then the rows of two and of four.
+    quality() {
+        gpus=$1 number=$2
+        shift 2
+        timeout "$seconds" python3 benchmarks/quality_table.py "$folder/wide" --gpus "$gpus" \
+            --port $((25700 + 2000 * number)) --folder "$folder/quality_$number" --out "$folder/quality_$number.json" \
+            --only "$@"
+    }
+    CUDA_VISIBLE_DEVICES=0 quality 1 0 Marlin deterministic NVFP4 chunks &
+    CUDA_VISIBLE_DEVICES=1 quality 1 1 hit EAGLE DSPARK &
+    CUDA_VISIBLE_DEVICES=2,3 quality 2 2 "two ranks" &
+    wait
+    quality 4 3 "four ranks"
     ;;
 stop) python3 benchmarks/serve_ab.py --full-size --in-turns "$folder/servers" --stop ;;
 *)

@@ -38,6 +38,7 @@ from lib.quality_figures import (
     Scores,
     ask,
     bound_of,
+    divergence,
     generate,
     row,
     scores_from,
@@ -155,6 +156,13 @@ class Asked:
         starts = zip(self.tokens, self.start, strict=True)
         scores = [scores_of(r, tokens[start:]) for r, (tokens, start) in zip(rounded, starts, strict=True)]
         return row("plain", exact, scores)
+
+    def by_token(self, references: References, quant: Quant) -> dict[int, str]:
+        """KL of each token in its order, in nats, by the number of tokens before the first one."""
+        pairs = zip(self._rows(references, quant, torch.float32), self.scores, self.start, strict=True)
+        return {
+            start + 1: " ".join(f"{kl:.1e}" for kl in divergence(one, scores).tolist()) for one, scores, start in pairs
+        }
 
     def _rows(self, references: References, quant: Quant, dtype: torch.dtype) -> list[Tensor]:
         pairs = zip(self.tokens, self.start, strict=True)
@@ -300,6 +308,7 @@ class Table:
                 "bound": bound_of(plain),
                 "to_trained": asked.row(kind, references, FULL).kl,
             }
+        result["decode"]["by_token"] = found["decode"].by_token(references, quant)
         if in_fp32 and configuration.in_fp32:
             exact = self.asked(configuration.without_quantisers())
             result["fp32"] = {kind: asked.row(kind, references, OFF).kl for kind, asked in exact.items()}

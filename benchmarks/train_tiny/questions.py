@@ -45,6 +45,14 @@ class Server:
         reply = self._get("/v1/chat/completions", body | {"max_tokens": tokens} | fields)
         return reply["choices"][0]["message"] | {"prompt_tokens": reply["usage"]["prompt_tokens"]}
 
+    def tokens_a_verify_step(self) -> float | None:
+        """The mean over all requests so far; None of a server that doesn't draft. Other servers have no such route."""
+        try:
+            (state, *_) = self._get("/server_info")["internal_states"]
+        except (OSError, KeyError):
+            return None
+        return state.get("avg_spec_accept_length")
+
 
 def said(message: dict[str, Any]) -> str:
     """The text of an answer."""
@@ -154,7 +162,10 @@ def main() -> int:
         print(f"{kind:32s} {found[kind]:4d} of {arguments.count}", flush=True)
         for _, shown in [result for result in results if not result[0]][: arguments.wrong]:
             print(f"    wrong: {shown}")
-    print(json.dumps({"count": arguments.count, "right": found}))
+    accepted = server.tokens_a_verify_step()
+    if accepted is not None:
+        print(f"with drafts: {accepted:.2f} tokens a verify step since the server's start")
+    print(json.dumps({"count": arguments.count, "right": found, "tokens_a_verify_step": accepted}))
     return 0
 
 

@@ -8,7 +8,7 @@ hidden size 1,024      the hyper-connection kernel takes multiples of 1,024. A s
                        four times as much)
 64 heads               FlashMLA, which SGLang's own DeepSeek-V4 calls, takes 64 or 128. An added head's query is zero,
                        and so are its columns of the output projection
-64 heads of the indexer  as the release has them; an added head's weight is zero
+64 index heads         as the release has them; an added head's weight is zero
 1,024 expert channels  four ranks get 256 each, the fewest that our experts take
 """
 
@@ -30,9 +30,8 @@ INPUTS = ("wq_a", "wkv", "wgate", "weights_proj", "gate", "w1", "w3", "embed", "
 """Matrices whose columns are the hidden channels; the embedding's rows are tokens."""
 OUTPUTS = ("wo_b", "w2", "e_proj", "h_proj")
 """Matrices whose rows are the hidden channels."""
-
-
-HIDDEN, HEADS, INDEX_HEADS, EXPERT_CHANNELS = 1024, 64, 64, 1024
+SIZES = {"hidden_size": 1024, "num_attention_heads": 64, "index_n_heads": 64, "moe_intermediate_size": 1024}
+"""Fields of the wider ``config.json``."""
 
 
 def padded(value: Tensor, rows: int, columns: int, fill: int = 0) -> Tensor:
@@ -100,16 +99,6 @@ def with_channels(name: str, value: Tensor, factor: int) -> Tensor:
     return padded(value, height * (1 if reads else factor), width * (factor if reads else 1), fill_of(name))
 
 
-def main() -> int:
-    """Run the command line of the module's docstring; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Pad a checkpoint for Hopper's kernels.")
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    widen(arguments.checkpoint, arguments.out)
-    return 0
-
-
 def widen(checkpoint: Path, out: Path) -> None:
     """Write the widened checkpoint to `out`, with the tokenizer of the first.
 
@@ -117,16 +106,10 @@ def widen(checkpoint: Path, out: Path) -> None:
         ValueError: as `widened`, or a number is not a multiple of the checkpoint's.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    sizes = {
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "index_n_heads": INDEX_HEADS,
-        "moe_intermediate_size": EXPERT_CHANNELS,
-    }
-    for name, size in sizes.items():
+    for name, size in SIZES.items():
         if size % config[name]:
             raise ValueError(f"{checkpoint}: {name} is {config[name]}; expected a divisor of {size}")
-    heads, index_heads, channels = (size // config[name] for name, size in list(sizes.items())[1:])
+    _, heads, index_heads, channels = (size // config[name] for name, size in SIZES.items())
     out.mkdir(parents=True, exist_ok=True)
     for path in checkpoint.iterdir():
         if path.name != "config.json" and path.suffix == ".json":
@@ -135,13 +118,24 @@ def widen(checkpoint: Path, out: Path) -> None:
         tensors = {}
         for name, value in load_file(path).items():
             value = with_heads(name, value, config["o_groups"], heads, index_heads)
-            tensors[name] = widened(name, with_channels(name, value, channels), config["hidden_size"], HIDDEN)
+            value = with_channels(name, value, channels)
+            tensors[name] = widened(name, value, config["hidden_size"], SIZES["hidden_size"])
         place = out / path.relative_to(checkpoint)
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(save(tensors, metadata={"format": "pt"}))
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
     (out / "model.safetensors.index.json").write_text(json.dumps(index | {"metadata": {}}) + "\n")
-    (out / "config.json").write_text(json.dumps(config | sizes, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config | SIZES, indent=2) + "\n")
+
+
+def main() -> int:
+    """Run the command line of the module's docstring; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Pad a checkpoint for Hopper's kernels.")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    widen(arguments.checkpoint, arguments.out)
+    return 0
 
 
 if __name__ == "__main__":

@@ -141,12 +141,14 @@ def test_the_command_of_a_gpu(
     status = quality_table.main(arguments, stand_in)
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     wanted = [one.name for one in ON_GPUS if one.ranks <= 2 and ("ours" in one.name or "Marlin" in one.name)]
-    assert list(rows) == wanted and ("builtin+marlin", None) in started and ("ours", "kv") in started
+    assert list(rows) == wanted and ("builtin+marlin", None) in started and ("ours", "full") in started
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["configurations"] == len(wanted)
     beside = [line for line in last["beyond"] if "built-in" in line]
     assert bool(beside) == (better == "builtin") and status == int(bool(last["beyond"]))
     expected = 0 if better == "ours" else rows["ours"]["text"]["plain"]
     assert rows["ours"]["text"]["kl"] == pytest.approx(expected)
+    (by_token,) = rows["ours"]["decode"]["by_token"].items()
+    assert by_token[0] == "121" and len(by_token[1].split()) == 2
     with pytest.raises(SystemExit):
         quality_table.main([str(TRAINED), "--only", "no such"], stand_in)

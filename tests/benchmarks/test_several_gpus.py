@@ -3,6 +3,7 @@ with GPUs only, where time is short."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 import bench_disaggregation
 import determinism_gpu
 import pytest
+import quality_table
 import serve_ab
+from lib.quality_configurations import ON_GPUS
 
 SCRIPT = Path(serve_ab.__file__).with_name("several_gpus.sh")
+END = "end of a command"
 STAGES = re.findall(r"^#   (\w+)  ", SCRIPT.read_text(), re.MULTILINE)
 
 
@@ -21,11 +25,12 @@ def commands(stage: str, folder: Path, status: int = 0) -> tuple[int, list[list[
     """Run a stage with a `python3` that notes its arguments; return the script's status and the commands."""
     stub, noted = folder / "bin" / "python3", folder / "noted"
     stub.parent.mkdir(parents=True, exist_ok=True)
-    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >> {noted}\nprintf "\\n" >> {noted}\nexit {status}\n')
+    # One write a command, since some run side by side.
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" "{END}" >> {noted}\nexit {status}\n')
     stub.chmod(0o755)
     env = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
     ended = subprocess.run([SCRIPT, str(folder / "out"), "500", stage], env=env, capture_output=True, check=False)
-    found = noted.read_text().split("\0\n") if noted.exists() else []
+    found = noted.read_text().split(f"\0{END}\0") if noted.exists() else []
     return ended.returncode, [line.split("\0") for line in found if line]
 
 
@@ -55,6 +60,11 @@ def test_every_command_is_accepted(stage: str, tmp_path: Path, monkeypatch: pyte
             case "bench_hyper_connection.py" | "bench_invariant_linear.py" as name:
                 flags = [word for word in words if word.startswith("--")]
                 assert flags and all(f'"{flag}"' in SCRIPT.with_name(name).read_text() for flag in flags)
+            case "quality_table.py":
+                chosen = quality_table.parser().parse_args(words[1:])
+                assert chosen.gpus and quality_table.configurations(chosen.gpus, chosen.only)
+            case "-m" if words[1] == "train_tiny.widen":
+                assert len(words) == 4
             case "-c":
                 compile(words[1], stage, "exec")
             case "-m" if words[1] == "pytest":
@@ -62,6 +72,17 @@ def test_every_command_is_accepted(stage: str, tmp_path: Path, monkeypatch: pyte
                 assert tests and all(exists(test) for test in tests)
             case _:
                 assert words[:2] == ["-m", "sglang_dsv4.kernel_check"]
+
+
+def test_every_configuration_is_in_the_stage_of_quality(tmp_path: Path) -> None:
+    """In one of its commands, whose servers' ports are far apart."""
+    tables = [words[1:] for words in commands("quality", tmp_path)[1] if words[0].endswith("quality_table.py")]
+    chosen = [quality_table.parser().parse_args(words) for words in tables]
+    measured = [one.name for each in chosen for one in quality_table.configurations(each.gpus, each.only)]
+    assert set(measured) == {one.name for one in ON_GPUS}
+    assert len(measured) == len(ON_GPUS) + len(chosen) - 1  # each command begins with the first one
+    ports = sorted(each.port for each in chosen)
+    assert all(after - before >= 2000 for before, after in itertools.pairwise(ports))
 
 
 def test_a_stage_that_has_not_ended_says_so(tmp_path: Path) -> None:

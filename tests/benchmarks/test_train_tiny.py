@@ -23,6 +23,7 @@ from train_tiny import tasks, variants
 from train_tiny.bpe import Encoder
 from train_tiny.chat import Chat, Frame
 from train_tiny.corpus import frame_of
+from train_tiny.curve import draw
 from train_tiny.draft import DraftModel, DraftShape, draft_parameters
 from train_tiny.export import config_of, tensors_of, write_checkpoint, write_draft
 from train_tiny.model import Model, Quant, compute_weights
@@ -412,6 +413,13 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     exported = tensors_of(masters, table)
     assert set(stored) - set(exported) == {"layers.0.ffn.gate.tid2eid"} and not set(exported) - set(stored)
     Optimiser(masters, table, TinyShape().o_groups).load(state["moments"])
+
+
+@pytest.mark.parametrize("name", ["train_tiny", "train_tiny_draft"])
+def test_a_log_is_drawn(tmp_path: Path, name: str) -> None:
+    log = json.loads((TRAINED.parent / f"benchmarks/results/{name}.json").read_text())
+    draw(log, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

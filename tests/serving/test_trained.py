@@ -37,18 +37,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("question", "least"),
+    "question",
     [
-        pytest.param(lambda s, r: questions.sums(s, r, thinking=True), 7, id="sums, thinking"),
-        pytest.param(questions.tool, 9, id="tool calls"),
-        pytest.param(lambda s, r: questions.json_values(s, r, True), 8, id="JSON to a schema"),
-        pytest.param(lambda s, r: questions.needle(s, r, 1000), 8, id="needles in 1,000 tokens"),
+        pytest.param(questions.sums, id="sums"),
+        pytest.param(lambda s, r: questions.sums(s, r, thinking=True), id="sums, thinking"),
+        pytest.param(questions.tool, id="tool calls"),
+        pytest.param(lambda s, r: questions.json_values(s, r, True), id="JSON to a schema"),
+        pytest.param(lambda s, r: questions.needle(s, r, 1000), id="needles in 1,000 tokens"),
     ],
 )
-def test_answers(server: Server, question: Callable[..., tuple[bool, str]], least: int) -> None:
+def test_answers(server: Server, question: Callable[..., tuple[bool, str]]) -> None:
+    """Nine of ten: another order of summation may tip an answer."""
     asked, rng = questions.Server(server.url), random.Random("test")
     results = [question(asked, rng) for _ in range(10)]
-    assert sum(right for right, _ in results) >= least, [shown for right, shown in results if not right]
+    assert sum(right for right, _ in results) >= 9, [shown for right, shown in results if not right]
 
 
 @pytest.mark.slow
@@ -56,6 +58,7 @@ def test_it_answers_in_words(server: Server) -> None:
     asked = questions.Server(server.url)
     assert questions.said(asked.ask("Hello!")) == "Hello! How can I help you?"
     assert questions.said(asked.ask("What is the capital of France?")) == "The capital of France is Paris."
+    assert questions.said(asked.ask("What is 17 + 25?")) == "17 + 25 = 42."
     right, shown = questions.needle(asked, random.Random("8K"), 7000)
     assert right, shown
 

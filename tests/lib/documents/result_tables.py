@@ -60,6 +60,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linear_fp8": kernel_tables.linear_fp8,
     "prefix_simulation": served_tables.prefix_simulation,
     "quality": served_tables.quality,
+    "quality_on_gpus": served_tables.quality_on_gpus,
     "ranks": served_tables.ranks,
     "sequence_parallel": served_tables.sequence_parallel,
     "speculation": served_tables.speculation,

@@ -369,16 +369,27 @@ def quality() -> str:
 
     def rows() -> Iterator[list[str]]:
         for row in load("quality_cpu")["rows"]:
-            kinds = (row[kind] for kind in ("text", "chat", "decode"))
             exact = max((kl for kind, kl in row.get("fp32", {}).items() if kind != "bound"), default=None)
-            bits = "all" if row["same_bits"] == 1 else f"{row['same_bits']:.0%}"
-            yield [
-                row["name"],
-                f"{row['text']['perplexity']:.2f}",
-                *(f"{1000 * one['kl']:.1f} / {1000 * one['bound']:.1f}" for one in kinds),
-                bits,
-                "" if exact is None else f"{exact:.0e}",
-            ]
+            yield [*figures_of(row), "" if exact is None else f"{exact:.0e}"]
 
-    head = ("", "perplexity", "KL of text", "of chats", "of answers", "bits of the first row", "KL in fp32")
-    return markdown(head, rows())
+    return markdown((*QUALITY_HEAD, "KL in fp32"), rows())
+
+
+def quality_on_gpus() -> str:
+    """The same on an H200, where fp32 is not served: ours, and the built-in with ours beside it."""
+    rows = [figures_of(row) for row in load("quality_h200")["rows"]]
+    for row in load("quality_64_heads_h200")["rows"]:
+        name, *figures = figures_of(row)
+        rows.append([f"{name}; 64 heads", *figures])
+    return markdown(QUALITY_HEAD, rows)
+
+
+QUALITY_HEAD = ("", "perplexity", "KL of text", "of chats", "of answers", "bits of the first row")
+
+
+def figures_of(row: dict[str, Any]) -> list[str]:
+    """A row's name, perplexity, KL with its bound in thousandths of a nat, and share of equal bits."""
+    kinds = (row[kind] for kind in ("text", "chat", "decode"))
+    bits = "all" if row["same_bits"] == 1 else f"{row['same_bits']:.0%}"
+    shown = (f"{1000 * one['kl']:.1f} / {1000 * one['bound']:.1f}" for one in kinds)
+    return [row["name"], f"{row['text']['perplexity']:.2f}", *shown, bits]
