@@ -7,7 +7,6 @@ Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next
     ours           `hc_boundary` with the kernel forced by name
     ours_fp8       as `ours`, with x also in e4m3
     ours_then_fp8  ours, and `fp8_quantise` of x: two launches
-    ours_apart     as ours, in two launches (`many_tokens`), where a cluster keeps all of fn; not chosen by default
     ours_of_experts (up to 64 tokens) as `ours_fp8`, after a sum over six experts and the shared expert
     ours_sum_apart the same in two launches: the sum, and `ours_fp8`
     ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of `gpu.chosen`'s choice
@@ -164,8 +163,8 @@ def of_experts(sets: list[Inputs], impl: str, launches: int) -> list[Call]:
     return [lambda i=i, rows=rows: call(i, rows) for i, rows in zip(sets, map(rows_of, sets), strict=True)]
 
 
-def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int, **forms: bool) -> list[Call]:
-    """Return calls with groups of `tokens` tokens and `teams` teams a CTA; forms are arguments of `gpu.run`."""
+def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int, interleaved: bool = False) -> list[Call]:
+    """Return calls with groups of `tokens` tokens and `teams` teams a CTA."""
     from dsv4_kernels.hyper_connection import gpu
     from dsv4_kernels.hyper_connection.plan import PRE_ROWS
 
@@ -173,7 +172,7 @@ def ours_by(sets: list[Inputs], impl: str, tokens: int, teams: int, **forms: boo
         written_back, parameters = (i.y, i.post, i.comb), (i.fn, i.base, i.scale)
         numbers = (EPS, EPS, ITERATIONS, tokens, teams)
         tensors = (i.streams, written_back, parameters, i.weight)
-        return gpu.run(impl, "hc_boundary", PRE_ROWS, *tensors, *numbers, **forms)
+        return gpu.run(impl, "hc_boundary", PRE_ROWS, *tensors, *numbers, interleaved=interleaved)
 
     return [lambda i=i: call(i) for i in sets]
 
@@ -251,15 +250,12 @@ def run_case(num_tokens: int, d: int, impl: str, device: torch.device, sweep: bo
             "ours_of_experts": lambda: of_experts(sets, impl, 1),
             "ours_sum_apart": lambda: of_experts(sets, impl, 2),
         }
-    keeps_fn = num_tokens > 64 and d == 4096  # Pro's does not fit
-    if keeps_fn:
-        makers["ours_apart"] = lambda: ours_by(sets, impl, 8, 2, apart=True)
     if sweep:
         sizes = [(n, 1) for n in (1, 2, 4, 8) if n <= num_tokens]
-        sizes += [(8, 2)] if keeps_fn else []
+        sizes += [(8, 2)] if num_tokens > 64 and d == 4096 else []  # Pro's fn does not fit
         makers |= {f"ours_by_{n}x{m}": lambda n=n, m=m: ours_by(sets, impl, n, m) for n, m in sizes}
         alone = {n for n, _ in sizes}
-        makers |= {f"ours_by_{n}_alone": lambda n=n: ours_by(sets, impl, n, 1, interleaved=True) for n in sorted(alone)}
+        makers |= {f"ours_by_{n}_alone": lambda n=n: ours_by(sets, impl, n, 1, True) for n in sorted(alone)}
     tokens = torch.linspace(0, num_tokens - 1, min(64, num_tokens), device=device).long()
     expected = exact(first, tokens)
     row: dict[str, object] = {"tokens": num_tokens, "d": d, "model": DIMS.get(d), "sets": count}

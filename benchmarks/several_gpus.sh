@@ -18,7 +18,7 @@
 #   long        one prompt of 256K tokens; the built-in with context parallelism
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
-#   kernels     one GPU: kernels that were never timed, beside the kernels that serve
+#   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile
 #   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in
 #
 # OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lib.experts_inputs import Model
-from lib.invariant_linear_layers import name_of
 
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, Plan
-from dsv4_kernels.linear import gpu as linear
 from dsv4_kernels.moe.sm90.plan import FEW
 from step_model import attention, experts, index, products, rows
 from step_model.hardware import H200
@@ -25,8 +23,7 @@ def _launches() -> Iterator[tuple[str, list[Launch], bool]]:
     slots = experts.slots_of_experts(256, 1, "uniform")
     calls = experts.calls(FLASH_ON_FOUR, slots, 1, H200, codes=True, shape=FEW)
     yield "bench_experts: flash-tp4-uniform-t1, ours_by_few_codes", calls, True
-    for tokens in (256, 1024, 8192):
-        yield f"bench_hyper_connection: boundary of {tokens} tokens", [rows.boundary("", tokens, 4096, H200)], True
+    yield "bench_hyper_connection: boundary of 256 tokens", [rows.boundary("", 256, 4096, H200)], True
     wide = Plan(4, 4096, PRE_ROWS, True, one_cta=True)
     for tokens in (32, 60):
         launches = [rows.boundary("", tokens, 4096, H200, wide)]
@@ -44,13 +41,6 @@ def _launches() -> Iterator[tuple[str, list[Launch], bool]]:
     for tokens in (32, 64, 128):
         launches = [index.scores("", tokens, 1150, 32_768, H200), index.choice("", tokens, 1150, H200)]
         yield f"bench_few_tokens: index, {tokens} tokens, many", launches, True
-    for layer, n in (("gate", 256), ("hca", 1024), ("csa", 2624)):
-        for tokens in (16, 64, 128):
-            of_tile = {
-                name_of(tile): products.by_mma_sync("", tile, tokens, n, 1, H200) for tile in linear.CLUSTER_TILES
-            }
-            name = min(of_tile, key=lambda name, of_tile=of_tile: time_us(of_tile[name], H200))
-            yield f"bench_invariant_linear --sweep: {layer}-t{tokens}, {name}", [of_tile[name]], True
     for layer, n, k in (("wqkv_a", 1536, 4096), ("wq_b", 32_768, 1024), ("wo_b", 4096, 8192)):
         yield f"DeepGEMM: {layer}, 8,192 tokens", [products.deepgemm_hopper("", 8192, n, k, H200)], False
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 class Fitted:
     """Constants of an H200 that `measured.fit` finds from `measured.FITTED`, and from no other kernel's times."""
 
-    gap_us: float = 1.29
+    gap_us: float = 1.33
     """From the end of a launch to the first load of the next one in a CUDA graph. The fit finds no difference between
     launches in turns and dependent launches, which save the loads that they ask for before the wait."""
-    dram_us: float = 1.42
+    dram_us: float = 1.35
     """The first load of a launch from memory, until its value can be used, while all multiprocessors begin to load."""
-    memory_share: float = 0.669
+    memory_share: float = 0.716
     """Share of the published bandwidth of memory that a launch reaches whose work was divided beforehand: it ends with
     its slowest multiprocessor."""
-    l2_clock_bytes: float = 40.0
+    l2_clock_bytes: float = 40.2
     """Bytes a clock from L2 into a multiprocessor."""
     issue_clocks: float = 1.0
     """Clocks between two PTX instructions of a warp that runs alone on its scheduler, on average. The fit ends at its
     bound: a warp issues at most one instruction a clock, and the assembler removes a part of PTX's instructions."""
-    peer_us: float = 1.67
+    peer_us: float = 1.63
     """From a store into another GPU's memory to the load that sees it."""
     link_share: float = 0.66
     """Share of the published bandwidth of NVLink that peer stores reach."""

@@ -22,7 +22,6 @@ from dsv4_kernels.host.fp8_rows import new_codes
 from dsv4_kernels.host.launch import current_stream, load_launcher
 from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
 from dsv4_kernels.host.strides import check_rows, stride_bytes
-from dsv4_kernels.hyper_connection import many_tokens
 from dsv4_kernels.hyper_connection.kernel import HyperConnection
 from dsv4_kernels.hyper_connection.plan import (
     HEAD_ROWS,
@@ -235,7 +234,6 @@ def run(
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
     interleaved: bool = False,
-    apart: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
@@ -253,7 +251,6 @@ def run(
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
         interleaved: whether products are interleaved, with one CTA a multiprocessor.
-        apart: whether products and mixture are launches of their own (`many_tokens`); for several teams.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -331,13 +328,9 @@ def run(
         rows_of = () if of_experts is None else (expert_rows.arguments(*of_experts.tensors),)
         arguments = arguments_of(plan)(*arguments, *peers, *rows_of)
         device, num_clusters = streams.device, -(-num_tokens // plan.tokens)
-        arch = architecture(name, device)
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
-        if apart:
-            many_tokens.launch(plan, arguments, device, arch)
-        else:
-            compile(plan, arch)(arguments, Int32(num_clusters), current_stream(device))
+        compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
     made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
 

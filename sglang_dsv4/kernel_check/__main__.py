@@ -72,7 +72,7 @@ def checked(kernels: Sequence[Kernel], gpu: dict[str, Any], checkout: Path, out:
             print(f"{kernel.name} …", flush=True)
             found = children.check(kernel, implementation, cases_of(kernel, implementation, known), checkout, out)
             if found.ok is None:
-                found.left_out = f"it has neither tests nor cases for {implementation}"
+                found.left_out = f"none of its tests and cases runs on {implementation}"
             print(f"{kernel.name}: {({True: 'right', False: 'WRONG', None: 'left out'})[found.ok]}", flush=True)
         results.append(found)
         if found.ok is False and answers:

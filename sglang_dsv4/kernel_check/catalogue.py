@@ -46,7 +46,6 @@ KERNELS = (
         (
             "hyper_connection/test_hyper_connection_gpu.py",
             "hyper_connection/test_boundary_of_experts.py",
-            "hyper_connection/test_boundary_of_many_tokens.py",
         ),
         ("hc_boundary",),
     ),

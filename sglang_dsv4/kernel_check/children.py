@@ -82,7 +82,7 @@ class Checked:
     @property
     def ok(self) -> bool | None:
         """Whether all that ran was right; None if nothing ran."""
-        if not self.cases and not self.tests and not self.failures:
+        if not self.cases and not self.tests.get("passed") and not self.failures:
             return None
         return not self.failures and all(case["ok"] for case in self.cases)
 

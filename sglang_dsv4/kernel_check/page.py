@@ -40,6 +40,10 @@ def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], comma
         "Small cases: three tokens at the sizes of V4-Flash, experts and attention smaller. *bits*: compared with the "
         "emulator's. *distance*: from the reference, relative. *us*: one call of a replayed CUDA graph.",
         "",
+        "Every case but `fp8_quantise` may have *other* bits: a tensor core aligns and truncates the terms of an "
+        "instruction before it adds them, and a GPU's `ex2`, `rcp` and `rsqrt` are approximate, where the emulator "
+        "adds in order and rounds correctly. The distance decides whether such a case is right.",
+        "",
         "| case | result | distance | bits | us |",
         "| --- | --- | --- | --- | --- |",
         *(_case(case) for kernel in kernels for case in kernel.cases),

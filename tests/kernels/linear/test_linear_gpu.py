@@ -354,7 +354,8 @@ def test_two_clusters_share_their_multiprocessors() -> None:
 
 
 def test_the_choice_is_near_the_best_that_was_measured() -> None:
-    """Within 1 % of the fastest tile in the geometric mean of the committed sweep."""
+    """Within 1.5 % of the fastest tile in the geometric mean of the committed sweep, and within 5 % in each case. Not
+    counted: clusters, which Hopper never gets and whose weight the sweep reads ahead (docs/log/linear_hopper.md)."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     from lib.invariant_linear_layers import LAYERS, name_of
 
@@ -365,11 +366,13 @@ def test_the_choice_is_near_the_best_that_was_measured() -> None:
     for case in cases:
         name, _, tokens = case["name"].rpartition("-t")
         groups, rows = LAYERS[name]
-        times = {key: value for key, value in case.items() if key.startswith("ours") and key.endswith("_us")}
+        keys = (key for key in case if key.startswith("ours") and key.endswith("_us"))
+        times = {key: case[key] for key in keys if not key.startswith("ours_by_c")}
         tile = name_of(gpu.chosen("sm_90a", int(tokens), rows, groups, 132))
         if f"{tile}_us" in times:
             regrets.append(math.log(times[f"{tile}_us"] / min(times.values())))
     assert len(regrets) > 40 and math.exp(statistics.mean(regrets)) < 1.015
+    assert math.exp(max(regrets)) < 1.05
 
 
 @EACH_TILE

@@ -71,6 +71,21 @@ def test_every_kernel_right(answers: Callable[..., list[list[str]]], tmp_path: P
     assert not any("all_reduce" in argument for arguments in seen for argument in arguments)
 
 
+def test_a_kernel_whose_tests_are_all_skipped_is_left_out(
+    answers: Callable[..., list[list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVFP4 experts have a kernel on Blackwell only; Hopper skips their tests."""
+    answers()
+    monkeypatch.setattr(children, "read_report", lambda report: ({"passed": 0, "failed": 0, "skipped": 5}, []))
+    assert command.main(["--out", str(tmp_path), "--only", "experts"]) == 0
+    by_name = {row["name"]: row for row in json.loads((tmp_path / "kernel_check.json").read_text())["kernels"]}
+    assert by_name["experts, MXFP4"]["ok"] is True  # its case ran
+    assert by_name["experts, NVFP4"]["ok"] is None
+    page = (tmp_path / "kernel_check.md").read_text()
+    assert "1 of 2 kernels right; left out: experts, NVFP4." in page
+    assert "none of its tests and cases runs on sm90" in page and "| experts, NVFP4 | left out | 0, 0, 5 |" in page
+
+
 def test_a_case_that_hangs_and_a_test_that_crashes_end_alone(
     answers: Callable[..., list[list[str]]], tmp_path: Path
 ) -> None:
