@@ -114,7 +114,7 @@ def test_needles_are_answered_as_by_the_reference(in_fp32: Server, tokenizer: To
     """In fp32 without quantisers two log-probabilities may be off by `TOLERANCE` each: another token than the
     reference's is answered only where the reference's two are that close.
 
-    Whether the number is right says little about the server: the model itself now and then exchanges digits.
+    The trained model answers nearly all of them right.
     """
     reference, right = Trained(quantises=False), 0
     for length in lengths:
@@ -125,7 +125,7 @@ def test_needles_are_answered_as_by_the_reference(in_fp32: Server, tokenizer: To
         found = figures.row("", [exact], [answered.scores])
         assert lost(exact, answered) <= 2 * TOLERANCE and found.kl <= FP32_BOUND, (length, answered.text, found)
         right += one.number in answered.text
-    assert right > len(lengths) / 2, f"{right} of {len(lengths)} are right: the prompts ask nothing that was learnt"
+    assert right >= 0.95 * len(lengths), f"{right} of {len(lengths)} are right"
 
 
 @pytest.mark.slow
