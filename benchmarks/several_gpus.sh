@@ -9,7 +9,7 @@
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
 #   decode      the same, decoding; put the contender that won into OURS
 #   published   8,192 tokens in, 1,024 out
-#   drafts      the same with DSPARK, 5.45 tokens a step accepted; CELLS=decode for the step alone
+#   drafts      the same with DSPARK, ACCEPTED (5.45) tokens a step; CELLS=decode for the step alone
 #   flag        the deterministic flag against the default
 #   exact       the deterministic flag: answers alone and in batches
 #   groups      attention data parallelism, four groups and two of two, against tensor parallelism
@@ -61,7 +61,7 @@ bits)
 prefill) ab "ours ours+prefill_graphs" prefill && ab "ours+own_rows+prefill_graphs $builtin" prefill ;;
 decode) ab "$ours $builtin" "decode prefill multi_turn" ;;
 published) ab "$ours $builtin" 8k_1k ;;
-drafts) ab "$ours $builtin" "${CELLS:-decode 8k_1k}" --accepted 5.45 ;;
+drafts) ab "$ours $builtin" "${CELLS:-decode 8k_1k}" --accepted "${ACCEPTED:-5.45}" ;;
 flag) ab "$ours $ours+deterministic" "decode prefill" ;;
 groups)
     cells=${CELLS:-decode prefill multi_turn 8k_1k}
