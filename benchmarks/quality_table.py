@@ -3,7 +3,7 @@
     PYTHONPATH=tests/lib:benchmarks python benchmarks/quality_table.py trained --out benchmarks/results/quality_cpu.json
 
 starts the servers of `lib.quality_configurations.ON_A_CPU` one after the other (`--only TEXT …`: those whose name has
-TEXT; `--add`: into the file, in place of rows of the same names). On a host with GPUs, where nobody has run it yet:
+TEXT; `--add`: into the file, in place of rows of the same names). On a host with GPUs:
 
     PYTHONPATH=benchmarks python -m train_tiny.widen trained WIDE
     PYTHONPATH=tests/lib:benchmarks python benchmarks/quality_table.py WIDE --gpus 1 --out quality_h200.json
@@ -56,7 +56,7 @@ def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def from_command(port: int) -> Start:
-    """Starts servers on a port as users do."""
+    """A function that starts the server of a configuration on a port, by the command that users run."""
 
     def start(configuration: Configuration, checkpoint: Path, folder: Path) -> AbstractContextManager[Any]:
         server = configuration.contender.partition("+")[0]
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def configurations(gpus: int, only: Sequence[str] | None) -> list[Configuration]:
-    """The configurations of a command, the first one, whose bits the others are compared with, always among them.
+    """The configurations whose names have one of the texts, and the first of all: bits are compared with its bits.
 
     Raises:
         ValueError: no name has one of the texts.

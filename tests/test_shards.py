@@ -50,7 +50,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment without what this pytest tells its processes."""
+    """The environment without the variables that pytest sets for this process."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DSV4_TESTS_"))}
 
 

@@ -158,7 +158,7 @@ class Asked:
         return row("plain", exact, scores)
 
     def by_token(self, references: References, quant: Quant) -> dict[int, str]:
-        """KL of each token in its order, in nats, by the number of tokens before the first one."""
+        """KL of each token that was judged, in nats and in order. The key is the number of tokens before the first."""
         pairs = zip(self._rows(references, quant, torch.float32), self.scores, self.start, strict=True)
         return {
             start + 1: " ".join(f"{kl:.1e}" for kl in divergence(one, scores).tolist()) for one, scores, start in pairs

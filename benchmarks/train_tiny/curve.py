@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 8192
-"""Most tokens of the rows that are drawn. After its first steps a training logs every twentieth step, whose rows have
-so many, and all steps with longer rows."""
+"""Longest rows, in tokens, whose steps are drawn. Longer rows have another mixture of texts and tasks."""
 PANELS = (
     ("nats a token", ("main", "mtp", "draft", "valid")),
     ("share", ("exact", "mtp_right", "accepted", "same")),
@@ -23,8 +22,8 @@ PANELS = (
 def draw(log: dict[str, Any], file: Path) -> None:
     """Draw losses and shares of right tokens over the tokens that were trained on.
 
-    A row of the log has no number of tokens if it is a validation; it belongs to the row before. In the log of a
-    draft "valid" is the mean number of accepted proposals, which is not drawn.
+    A validation has no number of tokens in the log; it is drawn at that of the row before. In the log of a draft
+    "valid" is the mean number of accepted proposals, which is not drawn.
     """
     import matplotlib
 

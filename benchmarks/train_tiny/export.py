@@ -30,7 +30,6 @@ from train_tiny.state import load_state
 
 FORMATS = {"fp8": StoredAs.FP8, "fp4": StoredAs.FP4, "bf16": StoredAs.BF16, "fp32": StoredAs.FP32}
 
-
 DRAFT_FILE = Path("dspark", "model.safetensors")
 """In a checkpoint's folder; loaders read the files beside ``config.json`` only."""
 

@@ -46,7 +46,7 @@ class Server:
         return reply["choices"][0]["message"] | {"prompt_tokens": reply["usage"]["prompt_tokens"]}
 
     def tokens_a_verify_step(self) -> float | None:
-        """The mean over all requests so far; None of a server that doesn't draft. Other servers have no such route."""
+        """Mean over all requests since the start; None if the server has no drafts, or is not an SGLang server."""
         try:
             (state, *_) = self._get("/server_info")["internal_states"]
         except (OSError, KeyError):

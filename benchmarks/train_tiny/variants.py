@@ -1,4 +1,4 @@
-"""Checkpoints of the same function as the trained one, in another format, for more ranks or with the other draft.
+"""Checkpoints of the same function as the trained one, in another format, for more ranks, or with a DSpark draft.
 
     PYTHONPATH=benchmarks python -m train_tiny.variants nvfp4 CHECKPOINT OUT
     PYTHONPATH=benchmarks python -m train_tiny.variants four-ranks CHECKPOINT OUT
@@ -11,7 +11,7 @@ the same scale, relative to a global one, so that every weight keeps its value.
 two of half the heads, and a column of `wo_b` is repeated for both; experts get channels of zeros. Before rounding the
 sums are the same; the input of `wo_b` is quantised in other blocks.
 
-`dspark`: the MTP module is replaced by the DSpark draft that the checkpoint's folder ``dspark`` has.
+`dspark`: the DSpark draft in the checkpoint's folder ``dspark`` replaces the MTP module.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def for_four_ranks(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 def with_draft(tensors: Tensors, config: dict[str, Any], of_draft: Tensors, draft: DraftShape) -> None:
-    """Put a DSpark draft in the place of the MTP module, in place."""
+    """Replace the MTP module by a DSpark draft, in place."""
     for name in [name for name in tensors if name.startswith("mtp.")]:
         del tensors[name]
     tensors |= of_draft

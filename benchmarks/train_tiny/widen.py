@@ -1,4 +1,4 @@
-"""The same model with the sizes that Hopper's kernels take; all that is added is zero.
+"""The same model with the sizes that Hopper's kernels need; all added channels and heads are zero.
 
     PYTHONPATH=benchmarks python -m train_tiny.widen CHECKPOINT OUT
 
@@ -71,7 +71,7 @@ def widened(name: str, value: Tensor, narrow: int, wide: int) -> Tensor:
 
 
 def fill_of(name: str) -> int:
-    """The byte of what is added to a tensor: a scale of 1 (e8m0's exponent 127) for blocks of zeros, else zero."""
+    """The byte that pads a tensor: in scales 127, which is 1.0 in e8m0; else 0."""
     return 127 if name.endswith(".scale") else 0
 
 

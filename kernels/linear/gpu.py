@@ -42,8 +42,8 @@ CLUSTER_TILES = (
     Tile(rows=96, tokens=32, at_once=1, row_warps=2, token_warps=2, stages=6, ctas=SEGMENTS),
     Tile(rows=96, tokens=64, at_once=1, row_warps=2, token_warps=2, stages=4, ctas=SEGMENTS),
 )
-"""Tiles of `cluster`, for any architecture; two CTAs fit a multiprocessor. A call gets one on Blackwell only: on an
-H200 some are faster than HOPPER_TILES in a sweep, by at most 0.5 % of a decode step (docs/log/linear_hopper.md)."""
+"""Tiles of `cluster`, for any architecture; two CTAs fit a multiprocessor. A call gets a cluster on Blackwell only:
+on an H200 some are faster than HOPPER_TILES in a sweep, by at most 0.5 % of a step (docs/log/linear_hopper.md)."""
 BLACKWELL_TILES = (*CLUSTER_TILES, *TILES[1:])
 PART_TILE = TILES[0]
 """The tile of a product in a joint launch, of few tokens."""

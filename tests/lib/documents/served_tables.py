@@ -364,6 +364,17 @@ def agreement() -> str:
     return markdown(("pair", "mean", "median"), shown)
 
 
+QUALITY_HEAD = ("", "perplexity", "KL of text", "of chats", "of answers", "bits of the first row")
+
+
+def figures_of(row: dict[str, Any]) -> list[str]:
+    """A row's name, perplexity, KL with its bound in thousandths of a nat, and share of equal bits."""
+    kinds = (row[kind] for kind in ("text", "chat", "decode"))
+    bits = "all" if row["same_bits"] == 1 else f"{row['same_bits']:.0%}"
+    shown = (f"{1000 * one['kl']:.1f} / {1000 * one['bound']:.1f}" for one in kinds)
+    return [row["name"], f"{row['text']['perplexity']:.2f}", *shown, bits]
+
+
 def quality() -> str:
     """Perplexity and mean KL of each configuration on a CPU, each KL with its bound."""
 
@@ -376,20 +387,9 @@ def quality() -> str:
 
 
 def quality_on_gpus() -> str:
-    """The same on an H200, where fp32 is not served: ours, and the built-in with ours beside it."""
+    """The same on an H200, which serves no fp32: ours, and ours beside the built-in on a checkpoint of 64 heads."""
     rows = [figures_of(row) for row in load("quality_h200")["rows"]]
     for row in load("quality_64_heads_h200")["rows"]:
         name, *figures = figures_of(row)
         rows.append([f"{name}; 64 heads", *figures])
     return markdown(QUALITY_HEAD, rows)
-
-
-QUALITY_HEAD = ("", "perplexity", "KL of text", "of chats", "of answers", "bits of the first row")
-
-
-def figures_of(row: dict[str, Any]) -> list[str]:
-    """A row's name, perplexity, KL with its bound in thousandths of a nat, and share of equal bits."""
-    kinds = (row[kind] for kind in ("text", "chat", "decode"))
-    bits = "all" if row["same_bits"] == 1 else f"{row['same_bits']:.0%}"
-    shown = (f"{1000 * one['kl']:.1f} / {1000 * one['bound']:.1f}" for one in kinds)
-    return [row["name"], f"{row['text']['perplexity']:.2f}", *shown, bits]

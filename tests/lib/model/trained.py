@@ -51,7 +51,7 @@ class Trained:
 
 
 Propose = Callable[[int], list[int]]
-"""The draft's proposals for the tokens after a position, given the tokens up to it."""
+"""From a position to the draft's proposals for the tokens after it."""
 
 
 def verify_steps(tokens: Tensor, start: int, propose: Propose) -> int:
@@ -75,6 +75,7 @@ def verify_steps(tokens: Tensor, start: int, propose: Propose) -> int:
 
 
 def unquantised(checkpoint: Path) -> Reference:
+    """Return the equations of a checkpoint without quantisers, in fp32."""
     return Reference(json.loads((checkpoint / "config.json").read_text()), read_dequantised(checkpoint), OFF)
 
 
