@@ -11,7 +11,6 @@ last step computed with. A draft becomes a file in the checkpoint's folder, and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
@@ -34,11 +33,9 @@ DRAFT_FILE = Path("dspark", "model.safetensors")
 """In a checkpoint's folder; loaders read the files beside ``config.json`` only."""
 
 
-def config_of(shape: TinyShape, draft: DraftShape | None = None) -> dict[str, Any]:
-    """The fields of ``config.json``; with `draft` those of a checkpoint whose draft is DSpark's."""
+def config_of(shape: TinyShape) -> dict[str, Any]:
+    """The fields of ``config.json``."""
     fields = {name: getattr(shape, name) for name in Shape.__dataclass_fields__ if hasattr(shape, name)}
-    if draft is not None:
-        fields |= {f"dspark_{name}": value for name, value in dataclasses.asdict(draft).items()}
     return hf_config(Shape(**fields))
 
 
