@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 from serving.root_logger import root_logger_kept
+from serving.server import free_port
 
 
 @contextmanager
@@ -16,7 +17,8 @@ def running_engine(**options: Any) -> Iterator[Any]:
     """`sglang.Engine(**options)`, ended with its processes.
 
     The engine publishes its configuration in this process: a context of its own keeps that from later tests. Its
-    `shutdown` would end every child of this process, the session's server among them: only its own are ended here.
+    `shutdown` would end every child of this process, the session's server among them: only its own are ended here. With
+    groups of ranks it binds ports next to `port` and keeps them while this process lives: each engine gets another one.
     """
     import sglang
     from sglang.srt.runtime_context import ParallelContext, RuntimeContext, use_context
@@ -25,7 +27,7 @@ def running_engine(**options: Any) -> Iterator[Any]:
     with use_context(RuntimeContext(parallel=ParallelContext())):
         try:
             with root_logger_kept():
-                engine = sglang.Engine(**options)
+                engine = sglang.Engine(**{"port": free_port(), **options})
             yield engine
         finally:
             own = children() - before
