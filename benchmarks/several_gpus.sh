@@ -99,10 +99,13 @@ quality)
             --only "$@"
     }
     CUDA_VISIBLE_DEVICES=0 quality 1 0 Marlin deterministic NVFP4 chunks &
+    tables=$!
     CUDA_VISIBLE_DEVICES=1 quality 1 1 hit EAGLE DSPARK &
+    tables="$tables $!"
     CUDA_VISIBLE_DEVICES=2,3 quality 2 2 "two ranks" &
-    wait
-    quality 4 3 "four ranks"
+    tables="$tables $!" failed=0
+    for table in $tables; do wait "$table" || failed=1; done
+    quality 4 3 "four ranks" && exit $failed
     ;;
 stop) python3 benchmarks/serve_ab.py --full-size --in-turns "$folder/servers" --stop ;;
 *)

@@ -53,10 +53,7 @@ def tensors_of(masters: dict[str, Tensor], table: dict[str, Parameter]) -> dict[
 def write_draft(out: Path, masters: dict[str, Tensor], shape: TinyShape, draft: DraftShape) -> int:
     """Write a DSpark draft's tensors to the file `DRAFT_FILE` of a checkpoint; returns its bytes."""
     (out / DRAFT_FILE).parent.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(masters, draft_parameters(shape, draft))
-    contents = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
-    (out / DRAFT_FILE).write_bytes(contents)
-    return len(contents)
+    return (out / DRAFT_FILE).write_bytes(_contents(tensors_of(masters, draft_parameters(shape, draft))))
 
 
 def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, tokenizer: Path) -> int:
@@ -64,8 +61,7 @@ def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, to
     out.mkdir(parents=True, exist_ok=True)
     tensors = tensors_of(masters, parameters(shape)) | hash_tables(shape)
     file_name = "model-00001-of-00001.safetensors"
-    contents = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
-    (out / file_name).write_bytes(contents)
+    written = (out / file_name).write_bytes(_contents(tensors))
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), file_name)}
     (out / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
@@ -73,7 +69,12 @@ def write_checkpoint(out: Path, masters: dict[str, Tensor], shape: TinyShape, to
     write_tokenizer_files(out, shape.max_position_embeddings)
     # Last: a folder with a config.json is a complete checkpoint.
     (out / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
-    return len(contents)
+    return written
+
+
+def _contents(tensors: dict[str, Tensor]) -> bytes:
+    """A safetensors file."""
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
 
 
 def main() -> int:

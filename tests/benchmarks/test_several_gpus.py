@@ -21,12 +21,16 @@ END = "end of a command"
 STAGES = re.findall(r"^#   (\w+)  ", SCRIPT.read_text(), re.MULTILINE)
 
 
-def commands(stage: str, folder: Path, status: int = 0) -> tuple[int, list[list[str]]]:
-    """Run a stage with a `python3` that notes its arguments; return the script's status and the commands."""
+def commands(stage: str, folder: Path, status: int = 0, failing: str = "") -> tuple[int, list[list[str]]]:
+    """Run a stage with a `python3` that notes its arguments; return the script's status and the commands.
+
+    Commands whose arguments have the text `failing` end with `status`, the others with 0.
+    """
     stub, noted = folder / "bin" / "python3", folder / "noted"
     stub.parent.mkdir(parents=True, exist_ok=True)
     # One write a command, since some run side by side.
-    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" "{END}" >> {noted}\nexit {status}\n')
+    end = f'case "$*" in *"{failing}"*) exit {status} ;; esac'
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" "{END}" >> {noted}\n{end}\n')
     stub.chmod(0o755)
     env = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}"}
     ended = subprocess.run([SCRIPT, str(folder / "out"), "500", stage], env=env, capture_output=True, check=False)
@@ -83,6 +87,12 @@ def test_every_configuration_is_in_the_stage_of_quality(tmp_path: Path) -> None:
     assert len(measured) == len(ON_GPUS) + len(chosen) - 1  # each command begins with the first one
     ports = sorted(each.port for each in chosen)
     assert all(after - before >= 2000 for before, after in itertools.pairwise(ports))
+
+
+@pytest.mark.parametrize("port", [25700, 27700, 29700, 31700])
+def test_a_table_that_fails_ends_the_stage_of_quality_with_its_status(tmp_path: Path, port: int) -> None:
+    status, found = commands("quality", tmp_path, 1, f"--port {port}")
+    assert status == 1 and len(found) == 5  # the other tables are made, too
 
 
 def test_a_stage_that_has_not_ended_says_so(tmp_path: Path) -> None:

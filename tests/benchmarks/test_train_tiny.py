@@ -212,8 +212,7 @@ def test_the_trained_dspark_draft_is_the_one_that_is_defined(tmp_path: Path, mon
     widen(checkpoint, tmp_path / "wide")
     wide_config = json.loads((tmp_path / "wide" / "config.json").read_text())
     wide = DSparkReference(Reference(wide_config, read_dequantised(tmp_path / "wide")))
-    expected = reference.block([row[:200] for row in rows], int(tokens[200]))
-    found = wide.block([row[:200] for row in wide.context(wide.taps(tokens))], int(tokens[200]))
+    found = wide.block([row[:position] for row in wide.context(wide.taps(tokens))], int(tokens[position]))
     assert relative_error(found.logits, expected.logits).max() < 1e-4
     loss, parts = model.draft_loss(tokens[None], at, weights)
     loss.backward()
