@@ -2,7 +2,7 @@
 
 `tools` asks everyday questions, whose calls have words and small numbers. The arguments of `tool arguments` hold what
 breaks a parser: arrays, objects, and texts with quotes, tags, backslashes, line breaks, other scripts, or that look
-like numbers or JSON. A small model may answer the former only. Half of the answers are streamed.
+like numbers or JSON. A small model may make only the calls of `tools`. Half of the answers are streamed.
 """
 
 from __future__ import annotations

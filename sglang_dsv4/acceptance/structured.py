@@ -62,7 +62,7 @@ CITY = {"type": "string", "enum": list(CITIES)}
 SCHEMAS = (
     _object(city=CITY, days=COUNT),
     _object(open=_object(day={"type": "boolean"}, night={"type": "boolean"}), rooms=COUNT),
-    _object(numbers={"type": "array", "items": COUNT, "minItems": 2, "maxItems": 3}),
+    _object(cities={"type": "array", "items": CITY, "minItems": 2, "maxItems": 3}),
     _object(code={"type": "string", "pattern": "[a-z]{1,6}"}, city=CITY),
 )
 
