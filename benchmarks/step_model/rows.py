@@ -54,8 +54,8 @@ L2_BYTES = 50e6
 BALANCE_CLOCKS = 3515
 """Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
 an iteration, 64 of which are eight reciprocals."""
-ITERATION_CLOCKS = 3000
-"""These clocks without the sums over CTAs and comb's logits: of a boundary that balances comb before it begins."""
+ITERATION_CLOCKS = 3145
+"""Softmax, 390 clocks, and the iteration."""
 EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
