@@ -9,8 +9,7 @@ Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the
 the rows of experts (`host.expert_rows`), which they sum first. `hc_enter` is the last two, for a model's first
 sublayer, and `hc_finish` follows the last sublayer. A GPU kernel computes each of them in one launch, which reads and
 writes the streams once. With few tokens Sinkhorn's iteration is left to the boundary that reads comb (`unbalanced`).
-`hc_pre`, `hc_post` and `hc_head` by themselves have no GPU kernel, only definitions in
-PyTorch.
+`hc_pre`, `hc_post` and `hc_head` by themselves have no GPU kernel, only definitions in PyTorch.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
 runs. It must therefore have been written before an earlier ordinary launch or copy in the stream, as is the case after

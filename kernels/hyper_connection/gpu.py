@@ -294,17 +294,15 @@ def run(
     of_experts = y if isinstance(y, ExpertRows) else None
     if of_experts is not None:
         plan, y = _with_experts(op, plan, of_experts), None
+    plan = replace(plan, balances_ended=isinstance(comb, Unbalanced), balances=balances)
     if isinstance(comb, Unbalanced):
-        if rows == HEAD_ROWS:
-            iterations = comb.iterations
+        iterations = comb.iterations if rows == HEAD_ROWS else iterations
         if (comb.hc_eps, comb.iterations) != (hc_eps, iterations):
             raise ValueError(
                 f"{op}: the GPU kernels balance comb with hc_eps {hc_eps} and {iterations} iterations; the sublayer "
                 f"that ends has {comb.hc_eps} and {comb.iterations}"
             )
-        plan, comb = replace(plan, balances_ended=True), comb.logits
-    if not balances:
-        plan = replace(plan, balances=False)
+        comb = comb.logits
     if plan.teams > 1 and (plan.balances_ended or not plan.balances):
         raise ValueError(f"{op}: {num_tokens} tokens; comb of at most {MOST_UNBALANCED} tokens may be unbalanced")
     _check(op, {"y": y}, (torch.bfloat16,) if boxes is None else (torch.bfloat16, torch.float32))

@@ -41,13 +41,11 @@ from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
-    divide_columns,
-    divide_rows,
+    balance_matrix,
     in_turn,
     max_over_units,
     rsqrt,
     sigmoid,
-    softmax_rows,
     store_codes,
     store_words_if,
     sum_of_squares,
@@ -191,7 +189,7 @@ class HyperConnection(Products):
                 cute.arch.mbarrier_arrive(shared.taken.data_ptr() + team)
             if token < args.num_tokens:
                 if const_expr(self.plan.balances):
-                    self.iterate(args, comb)
+                    balance_matrix(comb, args.hc_eps, args.iterations)
                 self.write_comb(args, comb, token)
 
     @cute.jit
@@ -208,7 +206,7 @@ class HyperConnection(Products):
             row = ptx.load_or_zeros(Float32, 4, source + 16 * j, args.num_tokens - first - token, "gt.s32", cache=".cg")
             for k in cutlass.range_constexpr(STREAMS):
                 comb[STREAMS * j + k] = row[k]
-        self.iterate(args, comb)
+        balance_matrix(comb, args.hc_eps, args.iterations)
         if lane < self.plan.tokens:
             place = self.balanced_comb(shared, token)
             for j in cutlass.range_constexpr(STREAMS):
@@ -233,18 +231,6 @@ class HyperConnection(Products):
             for k in range(4):
                 comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
         return comb
-
-    @cute.jit
-    def iterate(self, args: AnyArguments, comb: cute.Tensor) -> None:
-        """Balances comb: softmax, then Sinkhorn's iteration.
-
-        With a matrix in one thread no step needs a shuffle between lanes, which takes longer than adding in sequence.
-        """
-        softmax_rows(comb, args.hc_eps)
-        divide_columns(comb, args.hc_eps)
-        for _ in cutlass.range(1, args.iterations, 1, unroll=1):
-            divide_rows(comb, args.hc_eps)
-            divide_columns(comb, args.hc_eps)
 
     def write_comb(self, args: AnyArguments, comb: cute.Tensor, token: Int32) -> None:
         """Writes comb."""

@@ -18,10 +18,11 @@ MOST_TOKENS = 128
 
 @dataclass(frozen=True)
 class Unbalanced:
-    """What softmax and Sinkhorn's iteration make comb from.
+    """comb of a sublayer before softmax and Sinkhorn's iteration.
 
-    A GPU kernel reads `logits` before the launch before it has ended. So another launch must lie between the one that
-    writes them and the one that reads them (`device.dependent_launch`, rule 1), as a sublayer's launches do.
+    A GPU kernel reads `logits` before the launch before it has ended. So a launch of ours, or one without the attribute
+    of dependent launches, must lie between the one that writes them and the one that reads them
+    (`device.dependent_launch`, rule 1), as a sublayer's launches do.
     """
 
     logits: Tensor  # [T, n, n] fp32

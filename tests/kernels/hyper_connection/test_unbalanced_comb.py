@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ops.attention_launch import delete_synchronisation
 from ops.boundaries_in_emulator import Boundary, check, group
 from ops.early_launches import ACCESSES, WAIT, a_missing_wait_is_noticed, launched_early
 from ops.hyper_connection_cases import HC_EPS, ITERATIONS, NORM_EPS, Inputs, exact_logits, expert_rows, inputs
@@ -230,6 +231,23 @@ def test_what_is_refused(compiled_here: None) -> None:
             gpu.sm90_hc_boundary(*arguments, balances=balances)
     with pytest.raises(ValueError, match=r"comb \(2, 4, 4\); got .* and \(1, 4, 4\)"):
         hc_boundary(*i._replace(comb=replace(i.comb, logits=i.comb.logits[:1])).boundary())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_here", "in_turns")
+def test_deleted_synchronisation_is_noticed() -> None:
+    """Every deletion is noticed, except those explained in emulator/results/mutation_reasons.json."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    from ptx_emulator import Checks, emulated
+
+    from dsv4_kernels.hyper_connection import gpu
+
+    i = unbalanced(inputs(3, DIM))
+    arguments = (i.streams, (i.y, i.post, i.comb), (i.fn, i.base, i.scale), i.weight, NORM_EPS, HC_EPS, ITERATIONS)
+    with emulated(checks=Checks.strict(), arch="sm_90a", record=True) as device:
+        gpu.run("sm90", "test", 24, *arguments, tokens=2, balances=False)
+    rates = delete_synchronisation("hyper_connection_unbalanced", device)
+    assert rates and set(rates.values()) == {1}
 
 
 @pytest.mark.slow

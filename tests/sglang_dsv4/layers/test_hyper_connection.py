@@ -1,4 +1,4 @@
-"""Which sublayers leave comb to the next boundary: bits do not change."""
+"""Sublayers of few tokens leave comb to the next boundary: bits do not change."""
 
 from __future__ import annotations
 
