@@ -30,6 +30,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import packages_distributions, version
@@ -129,13 +130,19 @@ def started(contender: str, args: argparse.Namespace) -> Iterator[Callable[[obje
             url = server(ONE, args.port, ["--tp", str(max(1, min(2, gpus)))], {})
             yield lambda session: serve_load.Client(session, url)
             return
-        bootstrap, urls = args.port + 3, []
-        for number, side in enumerate(("prefill", "decode")):
+        bootstrap = args.port + 3
+
+        def one_side(number: int, side: str) -> str:
             flags = [MODE, side, "--disaggregation-bootstrap-port", str(bootstrap), "--host", HOST]
             flags += ["--disaggregation-transfer-backend", args.backend]
             flags += ["--disaggregation-decode-enable-radix-cache"] if side == "decode" else []
             env = {"SGLANG_HOST_IP": HOST, **({"CUDA_VISIBLE_DEVICES": visible_gpus(number)} if gpus else {})}
-            urls.append(server(side, args.port + 1 + number, flags, env))
+            return server(side, args.port + 1 + number, flags, env)
+
+        # Both at the same time, since a start takes minutes; one of them here, as `sessions.own` demands.
+        with ThreadPoolExecutor(1) as starting:
+            decode = starting.submit(one_side, 1, "decode")
+            urls = one_side(0, "prefill"), decode.result()
         yield lambda session: PairClient(session, urls, bootstrap)
 
 

@@ -8,12 +8,14 @@ TEXT; `--add`: into the file, in place of rows of the same names). On a host wit
     PYTHONPATH=benchmarks python -m train_tiny.widen trained WIDE
     PYTHONPATH=tests/lib:benchmarks python benchmarks/quality_table.py WIDE --gpus 1 --out quality_h200.json
 
-starts those of `ON_GPUS` that fit into the number of GPUs: ours and SGLang's built-in on the same checkpoint.
+starts those of `ON_GPUS` that fit into the number of GPUs: ours and SGLang's built-in on the same checkpoint. Parts of
+the table that were measured side by side are joined by `--merge FILE …`.
 
 Inputs: windows of this repository's licence, which was not trained on; conversations of the training's tasks with
 other numbers and names (`train_tiny.tasks`), teacher-forced; and prompts of a text that are continued greedily, so that
 decode and verify steps are judged, too: the reference computes the distribution after every token that the server
-answered. A configuration with a prefix reuses the first two pages of each window; the rest is judged.
+answered. A configuration with a prefix reuses the first two pages of each window; the rest is judged. On GPUs answers
+to other questions of the tasks are timed, too (`lib.quality_speed`): here trained drafts are accepted.
 
 Two references (`tests/lib/model/reference.py`), both in fp32. KL is measured against the one with the configuration's
 own quantisers; "to the trained model" against the one with all quantisers, the function that was trained. A mean KL may
@@ -29,7 +31,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ from lib.quality_figures import TOP
 from lib.quality_measuring import TEXT_TOKENS, NoHitError, Start, Table, forked, inputs, problems
 from lib.servers import DidNotComeUpError, running
 from lib.versions import versions
+
+TIMED = 32
+"""Questions whose answers are timed on GPUs."""
 
 
 def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -71,7 +76,9 @@ def shown(measured: dict[str, Any]) -> str:
     kinds = " ".join(f"{measured[k]['kl']:.2e}/{measured[k]['bound']:.1e}" for k in ("text", "chat", "decode"))
     exact = max((kl for kind, kl in measured.get("fp32", {}).items() if kind != "bound"), default=None)
     fp32 = "" if exact is None else f"{exact:.1e}"
-    return f"{measured['name']:38} {measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%} {fp32}"
+    rates = " ".join(f"{name} {value:.1f}" for name, value in measured.get("answers", {}).items())
+    judged = f"{measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%}"
+    return f"{measured['name']:38} {judged} {fp32} {rates}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpus", type=int, default=0, help="GPUs of this host; 0: the configurations of a CPU")
     found.add_argument("--only", nargs="+", metavar="TEXT", help="configurations whose name has one of the texts")
     found.add_argument("--add", action="store_true", help="to the rows of OUT")
+    found.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: join the rows of files")
     found.add_argument("--port", type=int, default=31_700, help="of servers on GPUs")
     found.add_argument("--folder", type=Path, help="for logs; by default a temporary one")
     found.add_argument("--out", type=Path)
@@ -100,14 +108,43 @@ def configurations(gpus: int, only: Sequence[str] | None) -> list[Configuration]
     return wanted if wanted[0] is offered[0] else [offered[0], *wanted]
 
 
+def in_order(rows: Iterable[dict[str, Any]], gpus: int) -> list[dict[str, Any]]:
+    """The rows in the order of the configurations."""
+    order = {each.name: number for number, each in enumerate(ON_GPUS if gpus else ON_A_CPU)}
+    return sorted(rows, key=lambda row: order.get(row["name"], len(order)))
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """The rows of all files in one result; of rows with the same name, the first file's.
+
+    Raises:
+        ValueError: the files were measured with other inputs or versions.
+    """
+    results = [json.loads(file.read_text()) for file in files]
+    for file, result in zip(files, results, strict=True):
+        other = [key for key, value in result.items() if key != "rows" and value != results[0][key]]
+        if other:
+            raise ValueError(f"{file} and {files[0]} differ in {', '.join(other)}")
+    rows = {row["name"]: row for result in reversed(results) for row in result["rows"]}
+    return {**results[0], "rows": in_order(rows.values(), gpus=1)}
+
+
 def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
     """Run the command line of the module's docstring; returns the exit status."""
     chosen = parser().parse_args(arguments)
+    if chosen.merge:
+        try:
+            result = merged(chosen.merge)
+        except ValueError as error:
+            parser().error(str(error))
+        if chosen.out is not None:
+            chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+        return told(result["rows"], [line for row in result["rows"] for line in problems(row)])
     try:
         wanted = configurations(chosen.gpus, chosen.only)
     except ValueError as error:
         parser().error(str(error))
-    given, rows = inputs(chosen.checkpoint), {}
+    given, rows = inputs(chosen.checkpoint, timed=TIMED if chosen.gpus else 0), {}
     if chosen.add and chosen.out and chosen.out.exists():
         before = json.loads(chosen.out.read_text())
         if before["inputs"] != given.digest():
@@ -131,21 +168,25 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
                 continue
             failed += problems(measured)
             print(shown(measured), flush=True)
-            order = {each.name: number for number, each in enumerate(ON_GPUS if chosen.gpus else ON_A_CPU)}
             result = {
                 "checkpoint": chosen.checkpoint.name,
                 "inputs": given.digest(),
                 "text_tokens": TEXT_TOKENS,
                 "top": TOP,
                 "versions": versions(),
-                "rows": sorted(rows.values(), key=lambda row: order.get(row["name"], len(order))),
+                "rows": in_order(rows.values(), chosen.gpus),
             }
             if chosen.out is not None:
                 chosen.out.write_text(json.dumps(result, indent=1) + "\n")
-    failed += beside_the_builtin(list(rows.values()))
-    print("\n".join(f"beyond: {line}" for line in failed) or "all within their bounds")
-    print(json.dumps({"configurations": len(rows), "beyond": failed}))
-    return int(bool(failed))
+    return told(list(rows.values()), failed)
+
+
+def told(rows: Sequence[dict[str, Any]], failed: Sequence[str]) -> int:
+    """Print what is beyond a bound, also beside the built-in; returns the exit status."""
+    beyond = [*failed, *beside_the_builtin(rows)]
+    print("\n".join(f"beyond: {line}" for line in beyond) or "all within their bounds")
+    print(json.dumps({"configurations": len(rows), "beyond": beyond}))
+    return int(bool(beyond))
 
 
 if __name__ == "__main__":

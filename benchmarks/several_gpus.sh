@@ -19,7 +19,8 @@
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
 #   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile
-#   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in
+#   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in, and tok/s with
+#               trained drafts; on two GPUs with GPUS=2, without the rows of four ranks
 #
 # OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs
 # contenders get two GPUs each; use another FOLDER.
@@ -90,7 +91,7 @@ kernels)
 quality)
     export PYTHONPATH="tests/lib:benchmarks:${PYTHONPATH:-}" OMP_NUM_THREADS=8
     [ -e "$folder/wide/config.json" ] || python3 -m train_tiny.widen trained "$folder/wide" || exit
-    # Side by side: two halves of the rows of one GPU, then the rows of two and of four.
+    # Side by side: two halves of the rows of one GPU and, on four GPUs, the rows of two.
     quality() {
         gpus=$1 number=$2
         shift 2
@@ -101,11 +102,19 @@ quality)
     CUDA_VISIBLE_DEVICES=0 quality 1 0 Marlin deterministic NVFP4 chunks &
     tables=$!
     CUDA_VISIBLE_DEVICES=1 quality 1 1 hit EAGLE DSPARK &
-    tables="$tables $!"
-    CUDA_VISIBLE_DEVICES=2,3 quality 2 2 "two ranks" &
     tables="$tables $!" failed=0
+    if [ "${GPUS:-4}" = 4 ]; then
+        CUDA_VISIBLE_DEVICES=2,3 quality 2 2 "two ranks" &
+        tables="$tables $!"
+    fi
     for table in $tables; do wait "$table" || failed=1; done
-    quality 4 3 "four ranks" && exit $failed
+    if [ "${GPUS:-4}" = 4 ]; then
+        quality 4 3 "four ranks" || failed=1
+    else
+        quality 2 2 "two ranks" || failed=1
+    fi
+    python3 benchmarks/quality_table.py "$folder/wide" --merge "$folder"/quality_?.json --out "$folder/quality.json" &&
+        exit $failed
     ;;
 stop) python3 benchmarks/serve_ab.py --full-size --in-turns "$folder/servers" --stop ;;
 *)

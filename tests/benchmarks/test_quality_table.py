@@ -81,6 +81,30 @@ def test_ours_must_not_be_further_from_the_trained_model_than_the_builtin() -> N
     assert not quality_table.beside_the_builtin([far])
 
 
+def test_tables_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the configurations; a table of other inputs is refused."""
+
+    def file(name: str, inputs: str, *rows: dict[str, Any]) -> str:
+        (tmp_path / name).write_text(json.dumps({"inputs": inputs, "rows": rows}))
+        return str(tmp_path / name)
+
+    first, second = measured(name="ours"), measured(name="ours, EAGLE")
+    far = measured(
+        name="built-in, EAGLE", contender="builtin+marlin", text={"kl": 3e-3, "bound": 2e-3, "to_trained": 1}
+    )
+    parts = [file("a", "x", first, far), file("b", "x", measured(name="ours", same_bits=0.0), second)]
+    out = tmp_path / "out"
+    assert quality_table.main(["trained", "--merge", *parts, "--out", str(out)]) == 1
+    assert json.loads(out.read_text()) == {"inputs": "x", "rows": [first, second, far]}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "configurations": 3,
+        "beyond": ["built-in, EAGLE: KL of text 3.00e-03, bound 2.00e-03"],
+    }
+    with pytest.raises(SystemExit):
+        quality_table.main(["trained", "--merge", *parts, file("c", "y", second)])
+    assert "differ in inputs" in capsys.readouterr().err
+
+
 def test_bits_are_compared_by_position() -> None:
     """A server that was asked from a later position on is compared with the same positions of the first one."""
 
@@ -122,7 +146,9 @@ def test_the_command_of_a_gpu(
     for name, value in (("TEXT_TOKENS", 640), ("DECODED", 2)):
         monkeypatch.setattr(measuring, name, value)
     few = measuring.inputs(TRAINED, text_windows=1, conversations=1, prompts=(121,))
-    monkeypatch.setattr(quality_table, "inputs", lambda _: few)
+    monkeypatch.setattr(
+        quality_table, "inputs", lambda *_, **__: few
+    )  # without questions: the stand-in does not stream
     started = []
 
     @contextmanager

@@ -66,7 +66,7 @@ def test_every_command_is_accepted(stage: str, tmp_path: Path, monkeypatch: pyte
                 assert flags and all(f'"{flag}"' in SCRIPT.with_name(name).read_text() for flag in flags)
             case "quality_table.py":
                 chosen = quality_table.parser().parse_args(words[1:])
-                assert chosen.gpus and quality_table.configurations(chosen.gpus, chosen.only)
+                assert chosen.merge or (chosen.gpus and quality_table.configurations(chosen.gpus, chosen.only))
             case "-m" if words[1] == "train_tiny.widen":
                 assert len(words) == 4
             case "-c":
@@ -81,7 +81,8 @@ def test_every_command_is_accepted(stage: str, tmp_path: Path, monkeypatch: pyte
 def test_every_configuration_is_in_the_stage_of_quality(tmp_path: Path) -> None:
     """In one of its commands, whose servers' ports are far apart."""
     tables = [words[1:] for words in commands("quality", tmp_path)[1] if words[0].endswith("quality_table.py")]
-    chosen = [quality_table.parser().parse_args(words) for words in tables]
+    *chosen, last = [quality_table.parser().parse_args(words) for words in tables]
+    assert last.merge
     measured = [one.name for each in chosen for one in quality_table.configurations(each.gpus, each.only)]
     assert set(measured) == {one.name for one in ON_GPUS}
     assert len(measured) == len(ON_GPUS) + len(chosen) - 1  # each command begins with the first one
@@ -92,7 +93,16 @@ def test_every_configuration_is_in_the_stage_of_quality(tmp_path: Path) -> None:
 @pytest.mark.parametrize("port", [25700, 27700, 29700, 31700])
 def test_a_table_that_fails_ends_the_stage_of_quality_with_its_status(tmp_path: Path, port: int) -> None:
     status, found = commands("quality", tmp_path, 1, f"--port {port}")
-    assert status == 1 and len(found) == 5  # the other tables are made, too
+    assert status == 1 and len(found) == 6  # the other tables are made, too
+
+
+def test_quality_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows but the ones of four ranks."""
+    monkeypatch.setenv("GPUS", "2")
+    tables = [words[1:] for words in commands("quality", tmp_path)[1] if words[0].endswith("quality_table.py")]
+    chosen = [quality_table.parser().parse_args(words) for words in tables[:-1]]
+    measured = {one.name for each in chosen for one in quality_table.configurations(each.gpus, each.only)}
+    assert measured == {one.name for one in ON_GPUS if one.ranks <= 2}
 
 
 def test_a_stage_that_has_not_ended_says_so(tmp_path: Path) -> None:

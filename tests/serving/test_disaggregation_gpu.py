@@ -1,7 +1,7 @@
 """Prefill and decode on two GPUs of a host, against one server: bit for bit under the deterministic flag.
 
-Transfers are Mooncake's over TCP where it is installed, else go through host memory and sockets
-(`tests/lib/gpu_sockets`), which is slow: the printed times compare servers, not transports.
+NIXL transfers where it is installed, else Mooncake over TCP, else host memory and sockets (`tests/lib/gpu_sockets`),
+which is slow: then the printed times compare servers, not transports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import requests
 import torch
-from serving.pair import Served, running_pair
+from serving.pair import NIXL, Served, running_pair
 from serving.server import flush, output_logprobs, running_server
 from serving.small_release import FLAGS, SHAPE
 from serving.speculation import drafting_flags
@@ -41,13 +41,16 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     drafts = {"dspark_markov_rank": 32, "dspark_target_layer_ids": (0, 1, 2)} if kind == "DSPARK" else {}
     write_checkpoint(folder / "model", replace(SHAPE, **drafts))
     flags = (*FLAGS, "--enable-deterministic-inference", "--enable-metrics", *KINDS[kind])
-    env = {"CUDA_VISIBLE_DEVICES": "0"}
-    if importlib.util.find_spec("mooncake") is None:
+    # Each server sees both GPUs, its own one first: CUDA IPC, by which NIXL copies, opens the memory of visible GPUs.
+    env, other = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "1,0"}
+    pair_flags = flags
+    if importlib.util.find_spec("nixl") is not None:
+        pair_flags = (*flags, *NIXL)
+    elif importlib.util.find_spec("mooncake") is None:
         env["PYTHONPATH"] = str(SOCKETS)
-    other = {"CUDA_VISIBLE_DEVICES": "1"}
     radix = ("--disaggregation-decode-enable-radix-cache",)
     with (
-        running_pair(folder / "model", folder, *flags, decode=radix, env=env, decode_env=other) as pair,
+        running_pair(folder / "model", folder, *pair_flags, decode=radix, env=env, decode_env=other) as pair,
         # Beside the decode server, whose pools have a fixed size: a share of memory is left.
         running_server(folder / "model", folder / "one", *flags, "--mem-fraction-static", "0.45", env=other) as one,
     ):
