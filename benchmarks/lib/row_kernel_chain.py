@@ -101,8 +101,8 @@ def launched(chain: Chain, early: bool, balances: bool = True) -> Callable[[], l
 
 
 def check_chain(chain: Chain, balances: bool = True) -> None:
-    """Check that replays of the graph with overlapping kernels are bitwise equal to the kernels one by one, whose boundaries
-    balance comb themselves.
+    """Check that replays of the graph with overlapping kernels are bitwise equal to the kernels one by one, with combs
+    that are balanced at once.
 
     Raises:
         AssertionError: one of REPLAYS replays differs.
