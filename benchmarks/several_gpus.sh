@@ -7,7 +7,7 @@
 #
 #   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
-#   decode      the same, decoding; put the contender that won into OURS
+#   decode      the same, decoding; put the contender that won into OURS; CELLS=profile for the kernels of a step
 #   published   8,192 tokens in, 1,024 out
 #   drafts      the same with DSPARK, ACCEPTED (5.45) tokens a step; CELLS=decode for the step alone
 #   flag        the deterministic flag against the default
@@ -60,7 +60,7 @@ bits)
         "${shards}[attention-disabled]" "${shards}[attention-breakable]"
     ;;
 prefill) ab "ours ours+prefill_graphs" prefill && ab "ours+own_rows+prefill_graphs $builtin" prefill ;;
-decode) ab "$ours $builtin" "decode prefill multi_turn" ;;
+decode) ab "$ours $builtin" "${CELLS:-decode prefill multi_turn}" ;;
 published) ab "$ours $builtin" 8k_1k ;;
 drafts) ab "$ours $builtin" "${CELLS:-decode 8k_1k}" --accepted "${ACCEPTED:-5.45}" ;;
 flag) ab "$ours $ours+deterministic" "decode prefill" ;;
