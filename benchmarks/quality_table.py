@@ -14,8 +14,7 @@ the table that were measured side by side are joined by `--merge FILE …`.
 Inputs: windows of this repository's licence, which was not trained on; conversations of the training's tasks with
 other numbers and names (`train_tiny.tasks`), teacher-forced; and prompts of a text that are continued greedily, so that
 decode and verify steps are judged, too: the reference computes the distribution after every token that the server
-answered. A configuration with a prefix reuses the first two pages of each window; the rest is judged. On GPUs answers
-to other questions of the tasks are timed, too (`lib.quality_speed`): here trained drafts are accepted.
+answered. A configuration with a prefix reuses the first two pages of each window; the rest is judged.
 
 Two references (`tests/lib/model/reference.py`), both in fp32. KL is measured against the one with the configuration's
 own quantisers; "to the trained model" against the one with all quantisers, the function that was trained. A mean KL may
@@ -41,9 +40,6 @@ from lib.quality_figures import TOP
 from lib.quality_measuring import TEXT_TOKENS, NoHitError, Start, Table, forked, inputs, problems
 from lib.servers import DidNotComeUpError, running
 from lib.versions import versions
-
-TIMED = 32
-"""Questions whose answers are timed on GPUs."""
 
 
 def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -76,9 +72,7 @@ def shown(measured: dict[str, Any]) -> str:
     kinds = " ".join(f"{measured[k]['kl']:.2e}/{measured[k]['bound']:.1e}" for k in ("text", "chat", "decode"))
     exact = max((kl for kind, kl in measured.get("fp32", {}).items() if kind != "bound"), default=None)
     fp32 = "" if exact is None else f"{exact:.1e}"
-    rates = " ".join(f"{name} {value:.1f}" for name, value in measured.get("answers", {}).items())
-    judged = f"{measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%}"
-    return f"{measured['name']:38} {judged} {fp32} {rates}"
+    return f"{measured['name']:38} {measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%} {fp32}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,7 +138,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
         wanted = configurations(chosen.gpus, chosen.only)
     except ValueError as error:
         parser().error(str(error))
-    given, rows = inputs(chosen.checkpoint, timed=TIMED if chosen.gpus else 0), {}
+    given, rows = inputs(chosen.checkpoint), {}
     if chosen.add and chosen.out and chosen.out.exists():
         before = json.loads(chosen.out.read_text())
         if before["inputs"] != given.digest():

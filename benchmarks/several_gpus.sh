@@ -7,7 +7,7 @@
 #
 #   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
-#   decode      the same, decoding; put the contender that won into OURS
+#   decode      the same, decoding; put the contender that won into OURS; CELLS=profile for the kernels of a step
 #   published   8,192 tokens in, 1,024 out
 #   drafts      the same with DSPARK, ACCEPTED (5.45) tokens a step; CELLS=decode for the step alone
 #   flag        the deterministic flag against the default
@@ -19,8 +19,8 @@
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
 #   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile
-#   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in, and tok/s with
-#               trained drafts; on two GPUs with GPUS=2, without the rows of four ranks
+#   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in; on two GPUs with
+#               GPUS=2, without the rows of four ranks
 #
 # OURS and BUILTIN name the contenders (serve_ab.py --help), REQUESTS the numbers of requests. With TP=2 on four GPUs
 # contenders get two GPUs each; use another FOLDER.
@@ -60,7 +60,7 @@ bits)
         "${shards}[attention-disabled]" "${shards}[attention-breakable]"
     ;;
 prefill) ab "ours ours+prefill_graphs" prefill && ab "ours+own_rows+prefill_graphs $builtin" prefill ;;
-decode) ab "$ours $builtin" "decode prefill multi_turn" ;;
+decode) ab "$ours $builtin" "${CELLS:-decode prefill multi_turn}" ;;
 published) ab "$ours $builtin" 8k_1k ;;
 drafts) ab "$ours $builtin" "${CELLS:-decode 8k_1k}" --accepted "${ACCEPTED:-5.45}" ;;
 flag) ab "$ours $ours+deterministic" "decode prefill" ;;
@@ -91,28 +91,24 @@ kernels)
 quality)
     export PYTHONPATH="tests/lib:benchmarks:${PYTHONPATH:-}" OMP_NUM_THREADS=8
     [ -e "$folder/wide/config.json" ] || python3 -m train_tiny.widen trained "$folder/wide" || exit
-    # Side by side: two halves of the rows of one GPU and, on four GPUs, the rows of two.
+    # Side by side: the model is small, and each table has a few servers, one after the other.
     quality() {
-        gpus=$1 number=$2
-        shift 2
-        timeout "$seconds" python3 benchmarks/quality_table.py "$folder/wide" --gpus "$gpus" \
-            --port $((25700 + 2000 * number)) --folder "$folder/quality_$number" --out "$folder/quality_$number.json" \
-            --only "$@"
-    }
-    CUDA_VISIBLE_DEVICES=0 quality 1 0 Marlin deterministic NVFP4 chunks &
-    tables=$!
-    CUDA_VISIBLE_DEVICES=1 quality 1 1 hit EAGLE DSPARK &
-    tables="$tables $!" failed=0
-    if [ "${GPUS:-4}" = 4 ]; then
-        CUDA_VISIBLE_DEVICES=2,3 quality 2 2 "two ranks" &
+        number=$1 cards=$2 gpus=$3
+        shift 3
+        CUDA_VISIBLE_DEVICES=$cards timeout "$seconds" python3 benchmarks/quality_table.py "$folder/wide" \
+            --gpus "$gpus" --port $((17700 + 2000 * number)) --folder "$folder/quality_$number" \
+            --out "$folder/quality_$number.json" --only "$@" &
         tables="$tables $!"
-    fi
+    }
+    tables='' failed=0 last=1
+    [ "${GPUS:-4}" = 4 ] && last=3
+    quality 0 0 1 "ours, Marlin" deterministic NVFP4
+    quality 1 1 1 chunks hit
+    quality 2 $((last - 1)) 1 EAGLE
+    quality 3 $last 1 DSPARK "built-in, Marlin"
+    quality 4 0,1 2 "two ranks"
+    [ "$last" = 3 ] && quality 5 0,1,2,3 4 "four ranks"
     for table in $tables; do wait "$table" || failed=1; done
-    if [ "${GPUS:-4}" = 4 ]; then
-        quality 4 3 "four ranks" || failed=1
-    else
-        quality 2 2 "two ranks" || failed=1
-    fi
     python3 benchmarks/quality_table.py "$folder/wide" --merge "$folder"/quality_?.json --out "$folder/quality.json" &&
         exit $failed
     ;;

@@ -45,7 +45,6 @@ from lib.quality_figures import (
     scores_of,
     windows,
 )
-from lib.quality_speed import questions, speed
 from lib.servers import DidNotComeUpError
 
 TEXT_WINDOWS, TEXT_TOKENS = 2, 1024
@@ -66,21 +65,14 @@ class NoHitError(RuntimeError):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token sequences.
-
-    Attributes:
-        texts, chats: texts and conversations whose tokens are given, each [tokens] int64.
-        prompts: texts to continue, each [tokens] int64.
-        questions: token ids of prompts whose answers are timed; empty: nothing is timed.
-    """
+    """Token sequences: texts and conversations whose tokens are given, and prompts to continue. Each [tokens] int64."""
 
     texts: list[Tensor]
     chats: list[Tensor]
     prompts: list[Tensor]
-    questions: list[list[int]] = field(default_factory=list)
 
     def digest(self) -> str:
-        """The same for the same tokens of what is judged, which depend on the tokenizer and on the training's tasks."""
+        """The same for the same tokens, which depend on the tokenizer and on the tasks of the training."""
         parts = [part.tolist() for part in (*self.texts, *self.chats, *self.prompts)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -90,10 +82,8 @@ def inputs(
     text_windows: int = TEXT_WINDOWS,
     conversations: int = CONVERSATIONS,
     prompts: Sequence[int] = DECODE_PROMPTS,
-    timed: int = 0,
 ) -> Inputs:
-    """The sequences of a measurement, with so many questions whose answers are timed: always the same for a tokenizer
-    and numbers."""
+    """The sequences of a measurement: always the same for a tokenizer and numbers."""
     texts = windows(checkpoint, FIXED_TEXT, TEXT_TOKENS, text_windows + 1)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     frame, rng = Frame(**frame_of(tokenizer)), random.Random("quality")  # no seed of training
@@ -107,8 +97,7 @@ def inputs(
         chats.append(torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids))
     long = torch.cat([texts[-1], texts[0]])
     starts = range(0, len(long) - max(prompts, default=0), 97)
-    continued = [long[start : start + n] for start, n in zip(starts, prompts, strict=False)]
-    return Inputs(texts[:-1], chats, continued, questions(tokenizer, timed))
+    return Inputs(texts[:-1], chats, [long[start : start + n] for start, n in zip(starts, prompts, strict=False)])
 
 
 class References:
@@ -268,8 +257,6 @@ class Table:
         folder: for logs, variants and files.
         start: starts a server.
         given: the inputs.
-        first: the answers of the first configuration.
-        speeds: tokens a second by a configuration's name, where the inputs have questions.
     """
 
     checkpoint: Path
@@ -277,7 +264,6 @@ class Table:
     start: Start
     given: Inputs
     first: dict[str, Asked] | None = None
-    speeds: dict[str, dict[str, float]] = field(default_factory=dict)
     _references: dict[str, References] = field(default_factory=dict)
 
     def references(self, kind: str) -> References:
@@ -294,10 +280,7 @@ class Table:
         """The answers of this configuration's server."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         with self.start(configuration, self.references(configuration.checkpoint).checkpoint, place) as server:
-            found = asked_of(server.url, configuration, self.given, place)
-            if self.given.questions:
-                self.speeds[configuration.name] = speed(server.url, self.given.questions)
-        return found
+            return asked_of(server.url, configuration, self.given, place)
 
     def measure(self, configuration: Configuration, *, in_fp32: bool = True) -> dict[str, Any]:
         """A row of the table; with `in_fp32` also the figures without quantisers, where the configuration has them."""
@@ -326,8 +309,6 @@ class Table:
                 "to_trained": asked.row(kind, references, FULL).kl,
             }
         result["decode"]["by_token"] = found["decode"].by_token(references, quant)
-        if configuration.name in self.speeds:
-            result["answers"] = self.speeds[configuration.name]
         if in_fp32 and configuration.in_fp32:
             exact = self.asked(configuration.without_quantisers())
             result["fp32"] = {kind: asked.row(kind, references, OFF).kl for kind, asked in exact.items()}

@@ -142,7 +142,7 @@ def decode(requests: int, context: int, new_tokens: int, seed: int) -> Load:
         steady = sum(begin < moment <= end for reply in replies for moment in reply.token_times)
         gaps = [b - a for reply in replies for a, b in itertools.pairwise(reply.token_times) if begin <= a and b <= end]
         figures = {"tok_s": steady / (end - begin), SILENCE: longest_silence(replies), **milliseconds("itl", gaps)}
-        return figures | tokens_a_step(replies)
+        return figures | _tokens_a_step(replies)
 
     return load
 
@@ -183,7 +183,7 @@ def answers(requests: int, prompt: int, new_tokens: int, seed: int) -> Load:
             "tok_s": requests * (prompt + new_tokens) / seconds,
             "output_tok_s": requests * new_tokens / seconds,
             SILENCE: longest_silence(replies),
-            **tokens_a_step(replies),
+            **_tokens_a_step(replies),
             **milliseconds("ttft", [reply.ttft for reply in replies]),
             **milliseconds("tpot", after_first),
         }
@@ -258,8 +258,7 @@ def _served(replies: Sequence[Reply], seconds: float) -> dict[str, float]:
     }
 
 
-def tokens_a_step(replies: Sequence[Reply]) -> dict[str, float]:
-    """Return a request's mean of tokens a verify step by that name; nothing for a server without drafts."""
+def _tokens_a_step(replies: Sequence[Reply]) -> dict[str, float]:
     steps = sum(reply.verify_steps for reply in replies)
     made = sum(len(reply.token_times) - 1 for reply in replies)  # prefill makes each request's first token
     return {"tokens_a_step": made / steps} if steps else {}

@@ -52,6 +52,10 @@ class Mooncake:
         return f"{HOST}:{self._port()}"
 
 
+SENDER_THREADS = 8
+"""Threads of NIXL's agent on a prefill server of SGLang, which share a transfer's blocks."""
+
+
 class Nixl:
     """NIXL's agent over UCX, which copies between GPUs of a host by CUDA IPC."""
 
@@ -62,7 +66,7 @@ class Nixl:
         if place.type == "cuda":
             torch.cuda.set_device(place)  # UCX opens the current device
         self._kind, self._device = ("VRAM", place.index or 0) if place.type == "cuda" else ("DRAM", 0)
-        self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"]))
+        self._agent = nixl_agent(uuid.uuid4().hex, nixl_agent_config(backends=["UCX"], num_threads=SENDER_THREADS))
         self._peers: dict[str, tuple[str, int]] = {}
 
     def session(self) -> str:

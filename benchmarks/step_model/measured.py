@@ -328,7 +328,7 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
             if row["metric"] != "busy_us_per_step":
                 continue
             if row["work"] == "decode":
-                f = Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False)
+                f = Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, unbalanced=False)
                 yield f"six layers, {row['requests']} requests, busy ({name})", row["ours"], f
             else:
                 f = Forward(SIX_LAYERS, 8192, 36_864, prefill=True)  # eight chunks of 64K: their mean context
@@ -338,15 +338,20 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
         switches = row["switches"]
         if switches.get("SGLANG_DSV4_WO_A") == "both" and switches.get("SGLANG_DSV4_SIDE_STREAM") == "on":
             name = f"six layers, {row['requests']} requests, busy (step_switches_h200)"
-            yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False)
-    document = json.loads((RESULTS / "serve_ab_h200_x4.json").read_text())
-    seen = set()
-    for row in document["rows"]:
-        wanted = row["work"] == "decode" and row["metric"] == "tok_s" and row["of_ours"] == "ours+our_all_reduce"
-        if wanted and row["requests"] not in seen:
-            seen.add(row["requests"])
-            f = Forward(FLASH, row["requests"], 4608, 4, parts=False, of_few=False, expert_rows=False)
-            yield f"43 layers on four GPUs, {row['requests']} requests, wall", 1e6 * row["requests"] / row["ours"], f
+            yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, unbalanced=False)
+    joint = {"unbalanced": False}
+    alone = {"parts": False, "of_few": False, "expert_rows": False} | joint
+    for name, of_ours, how in (("variants_", "ours+our_all_reduce", alone), ("", "ours", joint)):
+        document = json.loads((RESULTS / f"serve_ab_{name}h200_x4.json").read_text())
+        found = {
+            row["requests"]: row["ours"]
+            for row in document["rows"]
+            if row["work"] == "decode" and row["metric"] == "tok_s" and row["of_ours"] == of_ours
+        }
+        about = "each launch alone" if how is alone else "as served"
+        for requests, tok_s in found.items():
+            f = Forward(FLASH, requests, 4608, 4, **how)
+            yield f"43 layers on four GPUs, {requests} requests, {about}, wall", 1e6 * requests / tok_s, f
 
 
 CONSTANTS = tuple(Fitted.__dataclass_fields__)

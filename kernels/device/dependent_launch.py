@@ -18,7 +18,8 @@ with the attribute:
    `linear/fp8_weight.py`, and the rest of `fn` and the norm's weight, are fetched into L2, which is not an access. A
    kernel may also read results of a launch before the previous one if the previous kernel calls `begin`: then that
    launch has ended. The second product and the sum of few tokens (`moe/sums.py`, `hyper_connection/experts.py`) read
-   the work list so, from L2, because L1 may hold older contents until a thread waits.
+   the work list so, and boundaries the logits of `comb` (`hyper_connection/unbalanced.py`), from L2, because L1 may
+   hold older contents until a thread waits.
 2. Every CTA waits, also a CTA without work. It waits for the end of the whole kernel before, which has waited for the
    one before it. So accesses after a wait follow everything that was launched earlier in the stream. Kernels of PyTorch
    or DeepGEMM that are launched without the attribute start after everything before them has ended; a foreign kernel

@@ -1,5 +1,6 @@
 """Arithmetic of the hyper-connection kernel, and memory accesses that only this kernel needs."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
@@ -74,6 +75,19 @@ def in_turn(values: list) -> Float32:
     for value in values[1:]:
         total = total + value
     return total
+
+
+@cute.jit
+def balance_matrix(matrix: cute.Tensor, eps: Float32, iterations: Int32) -> None:
+    """Balances a matrix of comb: softmax, then Sinkhorn's iteration.
+
+    With a matrix in one thread no step needs a shuffle between lanes, which takes longer than adding in sequence.
+    """
+    softmax_rows(matrix, eps)
+    divide_columns(matrix, eps)
+    for _ in cutlass.range(1, iterations, 1, unroll=1):
+        divide_rows(matrix, eps)
+        divide_columns(matrix, eps)
 
 
 def softmax_rows(matrix: cute.Tensor, eps: Float32) -> None:

@@ -33,6 +33,8 @@ from dsv4_kernels.hyper_connection.plan import (
     Plan,
     arguments_of,
 )
+from dsv4_kernels.hyper_connection.unbalanced import MOST_TOKENS as MOST_UNBALANCED
+from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
@@ -76,6 +78,13 @@ def chosen(
         return Plan(TOKENS[-1], *form, teams=TEAMS, fp8=fp8)
     one_cta = rows == PRE_ROWS and num_tokens <= MOST_TOKENS_OF_ONE_CTA
     return Plan(tokens or TOKENS[-1], *form, fp8=fp8, one_cta=one_cta)
+
+
+def served(plan: Plan, num_tokens: int) -> Plan:
+    """The plan in a model's forwards: up to MOST_UNBALANCED tokens comb is balanced by the launch that reads it."""
+    if num_tokens > MOST_UNBALANCED:
+        return plan
+    return replace(plan, balances_ended=plan.post, balances=plan.rows != PRE_ROWS)
 
 
 def compile(plan: Plan, arch: str) -> Callable[..., None]:
@@ -163,7 +172,7 @@ def plans(dim: int, fp8: bool, arch: str, bf16_weight: bool = False, fewest: int
     }
     sizes = (*(most for most in MOST_TOKENS.values() if most >= fewest), max(MOST_TOKENS.values()) + 1)
     made = (
-        chosen(size, dim, rows, post, bf16_weight, fp8 and follows, clusters)
+        served(chosen(size, dim, rows, post, bf16_weight, fp8 and follows, clusters), size)
         for rows, post, follows in forms.values()
         for size in sizes
         for clusters in possible_clusters(arch, size)
@@ -180,7 +189,7 @@ def compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], object]]:
         for size in _sizes(_joint_tokens(arch)):
             for clusters in possible_clusters(arch, size):
                 form = (model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs)
-                made += _summing_experts(chosen(size, *form, clusters), model, arch)
+                made += _summing_experts(served(chosen(size, *form, clusters), size), model, arch)
     return [functools.partial(compile, plan, arch) for plan in dict.fromkeys(made)]
 
 
@@ -189,8 +198,9 @@ def parts_compile_jobs(model: ModelShapes, arch: str) -> list[Callable[[], objec
     made = []
     for size in _sizes(model.peer_boundary_tokens):
         for clusters in possible_clusters(arch, size):
+            plan = chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs, clusters)
             plan = replace(
-                chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs, clusters),
+                served(plan, size),
                 ranks=model.peer_sum_ranks,
                 sender_threads=MOST_THREADS,
             )
@@ -223,7 +233,7 @@ def run(
     op: str,
     rows: int,
     streams: Tensor,
-    written_back: tuple[Tensor | ExpertRows, Tensor, Tensor] | None,
+    written_back: tuple[Tensor | ExpertRows, Tensor, Tensor | Unbalanced] | None,
     parameters: tuple[Tensor, Tensor, Tensor],
     norm_weight: Tensor,
     norm_eps: float = 0.0,
@@ -234,7 +244,8 @@ def run(
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
     interleaved: bool = False,
-) -> tuple[Tensor | None, ...]:
+    balances: bool = True,
+) -> tuple[Tensor | Unbalanced | None, ...]:
     """Launches one form of the kernel.
 
     Args:
@@ -251,6 +262,7 @@ def run(
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
         interleaved: whether products are interleaved, with one CTA a multiprocessor.
+        balances: whether comb is balanced, not left `Unbalanced`.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -282,6 +294,17 @@ def run(
     of_experts = y if isinstance(y, ExpertRows) else None
     if of_experts is not None:
         plan, y = _with_experts(op, plan, of_experts), None
+    plan = replace(plan, balances_ended=isinstance(comb, Unbalanced), balances=balances)
+    if isinstance(comb, Unbalanced):
+        iterations = comb.iterations if rows == HEAD_ROWS else iterations
+        if (comb.hc_eps, comb.iterations) != (hc_eps, iterations):
+            raise ValueError(
+                f"{op}: the GPU kernels balance comb with hc_eps {hc_eps} and {iterations} iterations; the sublayer "
+                f"that ends has {comb.hc_eps} and {comb.iterations}"
+            )
+        comb = comb.logits
+    if plan.teams > 1 and (plan.balances_ended or not plan.balances):
+        raise ValueError(f"{op}: {num_tokens} tokens; comb of at most {MOST_UNBALANCED} tokens may be unbalanced")
     _check(op, {"y": y}, (torch.bfloat16,) if boxes is None else (torch.bfloat16, torch.float32))
     _check(op, {"streams": streams}, (torch.bfloat16,))
     _check(op, {"post": post, "comb": comb}, (torch.float32,))
@@ -331,7 +354,8 @@ def run(
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
         compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
-    made_ones = (out_streams, out, out_post, out_comb)
+    made_comb = out_comb if balances else Unbalanced(out_comb, hc_eps, iterations)
+    made_ones = (out_streams, out, out_post, made_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
 
 
@@ -391,7 +415,7 @@ def hc_boundary(
     y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    comb: Tensor | Unbalanced,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -400,11 +424,12 @@ def hc_boundary(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-) -> tuple[Tensor, ...]:
+    balances: bool = True,
+) -> tuple[Tensor | Unbalanced, ...]:
     """`dsv4_kernels.hyper_connection.hc_boundary`."""
     written_back, parameters, numbers = (y, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
-    return run(name, "hc_boundary", *form, *numbers, fp8=fp8)
+    return run(name, "hc_boundary", *form, *numbers, fp8=fp8, balances=balances)
 
 
 def hc_boundary_of_parts(
@@ -413,7 +438,7 @@ def hc_boundary_of_parts(
     boxes: mailboxes.Mailboxes,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    comb: Tensor | Unbalanced,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -422,11 +447,12 @@ def hc_boundary_of_parts(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-) -> tuple[Tensor, ...]:
+    balances: bool = True,
+) -> tuple[Tensor | Unbalanced, ...]:
     """`dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
     written_back, parameters, numbers = (part, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
-    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, boxes=boxes)
+    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, boxes=boxes, balances=balances)
 
 
 def hc_enter(
@@ -440,10 +466,12 @@ def hc_enter(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-) -> tuple[Tensor, ...]:
+    balances: bool = True,
+) -> tuple[Tensor | Unbalanced, ...]:
     """`dsv4_kernels.hyper_connection.hc_enter`."""
     parameters, numbers = (fn, base, scale), (norm_eps, hc_eps, iterations)
-    return run(name, "hc_enter", PRE_ROWS, streams, None, parameters, norm_weight, *numbers, fp8=fp8)[1:]
+    form = (PRE_ROWS, streams, None, parameters, norm_weight)
+    return run(name, "hc_enter", *form, *numbers, fp8=fp8, balances=balances)[1:]
 
 
 def hc_finish(
@@ -451,7 +479,7 @@ def hc_finish(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor,
+    comb: Tensor | Unbalanced,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,

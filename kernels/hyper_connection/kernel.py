@@ -6,8 +6,10 @@ the mixture, so that streams are read once and written once.
 
     who             does                                                            waits for
     one warp        asks for fn, by TMA (bulk copies), stream by stream             empty[stage], if it was in use
-                    balances comb of the token that has this CTA's number           sums_there
-    the others      new streams = post y + comb^T streams; writes them
+                    balances comb of the sublayer that ends, if it is `Unbalanced`
+                    makes comb of the token that has this CTA's number, and         sums_there
+                    balances it, unless it is left `Unbalanced`
+    the others      new streams = post y + comb^T streams; writes them              the balanced comb
                     products with the 24 rows of fn (`products`)                    full[stage]
                     sums over warps, sent to all CTAs of the cluster                the warps of the CTA
                     sigmoids: pre, and post of one token                            sums_there, from all CTAs
@@ -39,13 +41,11 @@ from dsv4_kernels.device import bf16_rows, dependent_launch, e4m3, ptx
 from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.hyper_connection.arithmetic import (
     address_of,
-    divide_columns,
-    divide_rows,
+    balance_matrix,
     in_turn,
     max_over_units,
     rsqrt,
     sigmoid,
-    softmax_rows,
     store_codes,
     store_words_if,
     sum_of_squares,
@@ -127,8 +127,10 @@ class HyperConnection(Products):
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
                 if const_expr(plan.tokens < TOKENS[-1]):  # the clusters of a large launch would ask for it each
                     self.fetch_into_l2(args, lane, rank)
+            if const_expr(plan.balances_ended):
+                self.balance_ended(args, shared, lane, cluster * plan.tokens)
             dependent_launch.wait()
-            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
+            self.sync_all()
             cute.arch.cluster_wait()
             if const_expr(plan.stages < STREAMS):
                 self.fetch(args, shared, lane, rank, Int32(plan.stages), STREAMS)
@@ -173,12 +175,10 @@ class HyperConnection(Products):
         first: Int32,
         phase: Int32,
     ) -> None:
-        """Writes comb of the token that has this CTA's number in the group: softmax, then Sinkhorn's iteration, in one
-        lane.
+        """Writes comb of the token that has this CTA's number in the group, in one lane.
 
-        No other thread waits for it: the mixture needs pre only. But it ends the launch, some 1,900 clocks after the
-        other warps. With a matrix in one thread no step of the iteration needs a shuffle between lanes, which takes
-        longer than adding in sequence.
+        No other thread waits for it: the mixture needs pre only. But the iteration would end the launch, some 2,000
+        clocks after the other warps; so with few tokens the next boundary computes it.
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):
@@ -188,7 +188,29 @@ class HyperConnection(Products):
             if const_expr(self.plan.teams > 1):
                 cute.arch.mbarrier_arrive(shared.taken.data_ptr() + team)
             if token < args.num_tokens:
+                if const_expr(self.plan.balances):
+                    balance_matrix(comb, args.hc_eps, args.iterations)
                 self.write_comb(args, comb, token)
+
+    @cute.jit
+    def balance_ended(self, args: AnyArguments, shared: cutlass.Constexpr, lane: Int32, first: Int32) -> None:
+        """Stores comb of the sublayer that ends, balanced, for all tokens of the group, a lane each.
+
+        All CTAs of a cluster do so, while they wait. It may overlap the kernel before, which is not the one that wrote
+        the logits (`Unbalanced`). They are read from L2, since L1 may hold an earlier layer's until this thread waits.
+        """
+        token = lane % self.plan.tokens
+        source = args.comb + Int64(first + token) * args.comb_stride
+        comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
+        for j in cutlass.range_constexpr(STREAMS):
+            row = ptx.load_or_zeros(Float32, 4, source + 16 * j, args.num_tokens - first - token, "gt.s32", cache=".cg")
+            for k in cutlass.range_constexpr(STREAMS):
+                comb[STREAMS * j + k] = row[k]
+        balance_matrix(comb, args.hc_eps, args.iterations)
+        if lane < self.plan.tokens:
+            place = self.balanced_comb(shared, token)
+            for j in cutlass.range_constexpr(STREAMS):
+                ptx.store_shared_f32x4(place + 16 * j, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
 
     def comb_parameters(self, args: AnyArguments) -> tuple:
         """base of comb, 16 numbers, and its scale."""
@@ -210,16 +232,10 @@ class HyperConnection(Products):
                 comb[4 * quad + k] = ptx.fma(mix[k] * inverse, scale, base[4 * quad + k])
         return comb
 
-    @cute.jit
     def write_comb(self, args: AnyArguments, comb: cute.Tensor, token: Int32) -> None:
-        """Balances comb and writes it."""
-        softmax_rows(comb, args.hc_eps)
-        divide_columns(comb, args.hc_eps)
-        for _ in cutlass.range(1, args.iterations, 1, unroll=1):
-            divide_rows(comb, args.hc_eps)
-            divide_columns(comb, args.hc_eps)
+        """Writes comb."""
         out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
-        for j in cutlass.range_constexpr(STREAMS):
+        for j in range(STREAMS):
             ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
 
     # All other warps: streams, sums and mixture
@@ -240,7 +256,7 @@ class HyperConnection(Products):
         if const_expr(plan.teams == 1):
             self.group(args, shared, thread, 0, rank, cluster * plan.tokens, Int32(0), slots)
         else:
-            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)
+            self.sync_all()
             cute.arch.cluster_wait()
             group, step, phase = self.first_group(cluster, team), self.group_step(), Int32(0)
             while group * plan.tokens < args.num_tokens:
@@ -266,9 +282,9 @@ class HyperConnection(Products):
         token = first + in_group
         cta, _, _ = cute.arch.block_idx()
         buffer = self.buffer_of(args, cta) if plan.ranks else Int32(0)
-        x = self.new_streams(args, token, channel, thread, cta, buffer, slots)
-        if const_expr(plan.teams == 1):
-            cute.arch.barrier(barrier_id=1, number_of_threads=plan.cta_threads)  # mbarriers are set up
+        x = self.new_streams(args, shared, token, channel, thread, cta, buffer, slots)
+        if const_expr(plan.teams == 1 and not plan.balances_ended):
+            self.sync_all()
         self.add_up(shared, team, x, lane, warp)
         gate_base, gate_scale = self.gate_parameters(args, thread)  # these loads overlap the exchange of sums
         weight = self.weight(args, channel)

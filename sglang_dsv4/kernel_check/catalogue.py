@@ -43,8 +43,12 @@ KERNELS = (
     Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",)),
     Kernel(
         "hyper-connections",
-        ("hyper_connection/test_hyper_connection_gpu.py", "hyper_connection/test_boundary_of_experts.py"),
-        ("hc_boundary",),
+        (
+            "hyper_connection/test_hyper_connection_gpu.py",
+            "hyper_connection/test_boundary_of_experts.py",
+            "hyper_connection/test_unbalanced_comb.py",
+        ),
+        ("hc_boundary", "hc_boundary_of_few"),
     ),
     Kernel("indexer", ("indexer/test_indexer_gpu.py",), ("index_topk", "index_topk_prefill")),
     Kernel(

@@ -146,9 +146,7 @@ def test_the_command_of_a_gpu(
     for name, value in (("TEXT_TOKENS", 640), ("DECODED", 2)):
         monkeypatch.setattr(measuring, name, value)
     few = measuring.inputs(TRAINED, text_windows=1, conversations=1, prompts=(121,))
-    monkeypatch.setattr(
-        quality_table, "inputs", lambda *_, **__: few
-    )  # without questions: the stand-in does not stream
+    monkeypatch.setattr(quality_table, "inputs", lambda _: few)
     started = []
 
     @contextmanager

@@ -214,6 +214,19 @@ def test_a_boundary_on_blackwell_has_one_round_of_clusters() -> None:
     assert rows.boundary("", 64, 7168, B200).chain == 7389 + 180 + 3515
 
 
+def test_a_boundary_that_leaves_comb_ends_with_the_other_warps() -> None:
+    """The iteration of the boundary before costs time in a second round of CTAs only, whose start nothing covers."""
+    few = rows.boundary_of_parts("", 1, 4096, 4, H200, unbalanced=True)
+    assert few.chain == 4086 + 180 + 1500
+    alone = rows.boundary("", 64, 4096, H200, Plan(4, 4096, 24, True, one_cta=True), unbalanced=True)
+    assert alone.chain == 2 * (4845 + 180 + 1500) + 3145 + 263
+    f = step.Forward(step.FLASH, 1, 4608, 4)
+    for tokens, us in ((1, 86 * 2015 / 1980), (129, 0.0)):
+        forwards = [replace(f, tokens=tokens, unbalanced=unbalanced) for unbalanced in (True, False)]
+        leaving, balancing = (step.predict(forward, H200).us for forward in forwards)
+        assert balancing - leaving == pytest.approx(us)
+
+
 def test_a_sum_over_ranks_stores_its_part_into_every_other_gpu() -> None:
     ours, large = (rows.sum_over_ranks("", tokens, 4096, 4, H200) for tokens in (512, 513))
     assert ours.link == 3 * 512 * 8192 and ours.crossings == 1

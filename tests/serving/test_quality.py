@@ -15,7 +15,6 @@ import torch
 from lib import quality_figures as figures
 from lib.quality_configurations import DSPARK, EAGLE, EVERY_PAGE, ON_A_CPU, POOL, Configuration
 from lib.quality_measuring import FP32_BOUND, Table, forked, inputs, problems
-from lib.quality_speed import questions, speed
 from model.compare import TOLERANCE
 from model.trained import TRAINED, Trained, by_dspark, by_mtp, verify_steps
 from serving.server import SLEEP_ON_IDLE, Server, account, running_server
@@ -179,6 +178,3 @@ def test_drafts_are_accepted_as_by_the_equations_also_after_a_hit(
             propose = by_mtp(tokens, 3) if algorithm == "EAGLE" else by_dspark(tokens, checkpoint)
             expected = verify_steps(tokens, len(prompt), propose)
             assert steps == [expected, expected] and expected < 39
-        rates = speed(server.url, questions(tokenizer, 4))
-    most = 4 if algorithm == "EAGLE" else 6
-    assert rates["alone"] > 0 and rates["together"] > 0 and 2 < rates["tokens_a_step"] <= most, rates

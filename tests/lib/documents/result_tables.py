@@ -34,8 +34,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_ab_torch_2_11": lambda: served_tables.served(
         ("serve_ab_h200", served_tables.SERVED + served_tables.CHURN + served_tables.STEPS)
     ),
-    "four_gpus": lambda: served_tables.best_of_builtin("serve_ab_h200_x4", "ours+our_all_reduce"),
-    "four_gpus_variants": lambda: served_tables.variants_of_ours("serve_ab_h200_x4", "ours+our_all_reduce"),
+    "four_gpus": lambda: served_tables.best_of_builtin("serve_ab_h200_x4"),
+    "four_gpus_before": lambda: served_tables.best_of_builtin("serve_ab_variants_h200_x4", "ours+our_all_reduce"),
+    "four_gpus_variants": lambda: served_tables.variants_of_ours("serve_ab_variants_h200_x4", "ours+our_all_reduce"),
     "two_gpus": lambda: served_tables.served(("serve_ab_h100_x2", served_tables.SERVED + served_tables.STEPS[:1])),
     "acceptance": served_tables.acceptance,
     "agents": served_tables.agents,
@@ -48,6 +49,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "churn_sweep": served_tables.churn_sweep,
     "copies": served_tables.copies,
     "dependent_launch": kernel_tables.dependent_launch,
+    "disaggregation": served_tables.disaggregation,
     "deterministic": served_tables.deterministic,
     "deterministic_price": served_tables.deterministic_price,
     "experts": kernel_tables.experts,
@@ -77,6 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step_model_tiles_of_products": model_tables.tiles_of_products,
     "step_model_worst": model_tables.worst,
     "tiers": served_tables.tiers,
+    "transfers": served_tables.transfers,
     "verify_epilogue": served_tables.verify_epilogue,
 }
 

@@ -400,3 +400,36 @@ def quality_on_gpus() -> str:
         name, *figures = figures_of(row)
         rows.append([f"{name}; 64 heads", *figures])
     return markdown(QUALITY_HEAD, rows)
+
+
+def disaggregation() -> str:
+    """A prefill and a decode server beside one server on both GPUs."""
+    found = load("pd_h200_x2")["serve"]
+    labels = {
+        "tok_s": "chats, tok/s",
+        "chat_ttft_p50": "a chat's first token, median, ms",
+        "chat_itl_p50": "between a chat's tokens, median, ms",
+        "chat_itl_p99": "the same, 99th percentile, ms",
+        "long_ttft_p50": "first token after 16,384 tokens, median, ms",
+    }
+
+    def shown(value: float) -> str:
+        return whole(value) if value >= 100 else f"{value:.1f}"
+
+    rows = ([label, *(shown(found[who][metric]) for who in ("pd", "one"))] for metric, label in labels.items())
+    return markdown(("", "prefill and decode server", "one server, `--tp 2`"), rows)
+
+
+def transfers() -> str:
+    """Rates of transfers beside a plain copy: over NVLink by NIXL, and over sockets on a CPU."""
+
+    def rows() -> Iterator[list[str]]:
+        for name, over in (("pd_h200_x2", "NIXL, NVLink"), ("pd_cpu", "sockets, CPU")):
+            for row in load(name)["transfer"]:
+                ms = 1e3 * row["bytes"] / row["gb_s"] / 1e9
+                rates = (f"{row[rate]:.1f}" for rate in ("gb_s", "plain_gb_s"))
+                counts = whole(row["tokens"]), row["pages"], whole(row["blocks"])
+                yield [over, *counts, f"{ms:.1f}", *rates, f"{row['share']:.0%}"]
+
+    head = ("over", "tokens", "pages", "blocks", "ms", "GB/s", "plain copy", "share")
+    return markdown(head, rows())
