@@ -100,7 +100,7 @@ def plain_task(index: int, seed: int) -> Task:
     return Task(NAME, question, PLAIN_TOOLS, name, arguments, str(draw.randrange(100, 1000)))
 
 
-def task(index: int, seed: int) -> Task:
+def hard_task(index: int, seed: int) -> Task:
     """A call with arguments that break parsers."""
     draw = random.Random(f"{seed} {index}")
     text, number = TEXTS[(index // len(TOOLS)) % len(TEXTS)], draw.randrange(1, 1000)
@@ -204,7 +204,7 @@ def check(server: Server, served: Served, plan: Plan) -> list[Result]:
     if served.weights is Weights.RANDOM:
         return [not_judged(name, "random weights") for name in (NAME, ARGUMENTS, RESULTS)]
     tasks = [plain_task(index, plan.seed) for index in range(plan.plain_calls)]
-    tasks += [task(index, plan.seed) for index in range(plan.calls)]
+    tasks += [hard_task(index, plan.seed) for index in range(plan.calls)]
     trips = server.together(lambda number: _trip(server, tasks[number], number), range(len(tasks)))
     unused = [trip.unused for trip in trips if trip.unused]
     answered = sum(trip.answered for trip in trips)

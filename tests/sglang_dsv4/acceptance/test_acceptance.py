@@ -357,7 +357,7 @@ def test_an_answer_has_as_many_characters_as_its_schema_allows() -> None:
 
 def test_a_question_has_the_arguments_and_not_the_result() -> None:
     for index in range(400):
-        plain, hard = calls.plain_task(index, 0), calls.task(index, 0)
+        plain, hard = calls.plain_task(index, 0), calls.hard_task(index, 0)
         assert all(str(value) in plain.question for value in plain.arguments.values())
         assert json.dumps(hard.arguments, ensure_ascii=False) in hard.question
         assert all(one.result not in one.question for one in (plain, hard))
