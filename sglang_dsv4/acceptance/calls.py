@@ -1,13 +1,15 @@
-"""Items `tools` and `tool results`: calls with the arguments that were asked for, and answers that use their results.
+"""Items `tools`, `tool arguments` and `tool results`: calls that were asked for, and answers that use their results.
 
-The texts among the arguments hold what breaks a parser: quotes, tags, backslashes, line breaks, other scripts, and
-texts that look like numbers or JSON. Every other answer is streamed.
+`tools` asks everyday questions, whose calls have words and small numbers. The arguments of `tool arguments` hold what
+breaks a parser: arrays, objects, and texts with quotes, tags, backslashes, line breaks, other scripts, or that look
+like numbers or JSON. A small model may make only the calls of `tools`. Half of the answers are streamed.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from sglang_dsv4.acceptance.plan import Plan
 from sglang_dsv4.acceptance.report import Result, green, not_judged, red
 from sglang_dsv4.acceptance.served import TOO_WEAK, Served, Weights
 
-NAME, RESULTS = "tools", "tool results"
+NAME, ARGUMENTS, RESULTS = "tools", "tool arguments", "tool results"
 MOST_WRONG = 0.05
 """The share of calls with other arguments, or of answers without the result, that released weights may give."""
 TEXTS = (
@@ -47,11 +49,60 @@ TOOLS = (
     _tool("add_all", "Add numbers.", numbers={"type": "array", "items": NUMBER}),
     _tool("store", "Store an item.", item={"type": "object", "properties": {"title": TEXT, "copies": NUMBER}}),
 )
-NAMES = {tool["function"]["name"] for tool in TOOLS}
+PLAIN_TOOLS = (
+    _tool("search", "Search for a text.", query=TEXT),
+    _tool("order", "Order an item.", item=TEXT, count=NUMBER),
+    _tool("get_forecast", "Get the forecast of a city for some days.", city=TEXT, days=NUMBER),
+    _tool("set_timer", "Set a timer.", minutes=NUMBER),
+)
+PLAIN_QUESTIONS = {
+    "search": "Search for {query}. Then tell me the result.",
+    "order": "Order {count} of the item {item}. Then tell me the result.",
+    "get_forecast": "What is the forecast for {city} for {days} days? Then tell me the result.",
+    "set_timer": "Set a timer for {minutes} minutes. Then tell me the result.",
+}
+ITEMS = ("apple", "candle", "garden", "lantern", "mirror", "pencil", "ticket", "window")
+CITIES = ("Berlin", "Cairo", "Lima", "London", "Madrid", "Oslo", "Paris", "Rome")
 
 
-def arguments(index: int, draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """A tool's name and the arguments to ask for."""
+@dataclass(frozen=True)
+class Task:
+    """A call to ask for.
+
+    Attributes:
+        item: the item that judges the call.
+        question: the user's turn.
+        tools: the tools that are offered.
+        name: the tool to call.
+        arguments: of the call.
+        result: the number that the tool returns; the question doesn't hold it.
+    """
+
+    item: str
+    question: str
+    tools: tuple[dict[str, Any], ...]
+    name: str
+    arguments: dict[str, Any]
+    result: str
+
+
+def plain_task(index: int, seed: int) -> Task:
+    """An everyday question."""
+    draw = random.Random(f"{seed} plain {index}")
+    made = (
+        ("search", {"query": " ".join(draw.sample(ITEMS, draw.randint(1, 3)))}),
+        ("order", {"item": draw.choice(ITEMS), "count": draw.randrange(1, 51)}),
+        ("get_forecast", {"city": draw.choice(CITIES), "days": draw.randrange(1, 15)}),
+        ("set_timer", {"minutes": draw.randrange(1, 91)}),
+    )
+    name, arguments = made[index % len(made)]
+    question = PLAIN_QUESTIONS[name].format(**arguments)
+    return Task(NAME, question, PLAIN_TOOLS, name, arguments, str(draw.randrange(100, 1000)))
+
+
+def hard_task(index: int, seed: int) -> Task:
+    """A call with arguments that break parsers."""
+    draw = random.Random(f"{seed} {index}")
     text, number = TEXTS[(index // len(TOOLS)) % len(TEXTS)], draw.randrange(1, 1000)
     made = (
         ("count_visitors", {"place": text, "days": number}),
@@ -59,13 +110,19 @@ def arguments(index: int, draw: random.Random) -> tuple[str, dict[str, Any]]:
         ("add_all", {"numbers": [draw.randrange(1, 1000) for _ in range(draw.randint(1, 4))]}),
         ("store", {"item": {"title": text, "copies": number}}),
     )
-    return made[index % len(made)]
+    name, arguments = made[index % len(made)]
+    question = (
+        f"Call the tool {name} with exactly these arguments: {json.dumps(arguments, ensure_ascii=False)}. "
+        "Then answer with the number that it returns, in digits only."
+    )
+    return Task(ARGUMENTS, question, TOOLS, name, arguments, str(draw.randrange(100_000, 1_000_000)))
 
 
 @dataclass
 class Trip:
     """A request for a call, and what came of it; a text is empty if all is well."""
 
+    item: str
     fault: str = ""  # the server's, whatever the model wrote
     leak: str = ""  # the model may have written it: parts of the format in the text, a tool that was not offered
     other: str = ""  # no call, or one with other arguments
@@ -73,34 +130,31 @@ class Trip:
     answered: bool = False  # the result was sent, and there is an answer
 
 
-def _trip(server: Server, index: int, seed: int) -> Trip:
-    draw = random.Random(f"{seed} {index}")
-    name, wanted = arguments(index, draw)
-    streamed = bool(index % 2)
-    where = f"request {index} ({'streamed' if streamed else 'whole'}): "
-    ask = f"Call the tool {name} with exactly these arguments: {json.dumps(wanted, ensure_ascii=False)}. "
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": f"{ask}Then answer with the number that it returns, in digits only."}
-    ]
+def _trip(server: Server, task: Task, number: int) -> Trip:
+    streamed = bool((number + number // len(task.tools)) % 2)  # each tool's calls in both ways
+    where = f"{task.item}, request {number} ({'streamed' if streamed else 'whole'}): "
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
     send = server.stream if streamed else server.chat
     try:
-        answer = send(messages, tools=list(TOOLS), max_tokens=512)
-        for kind, text in (("fault", fault(answer)), ("leak", leak(answer)), ("other", _other(answer, name, wanted))):
+        answer = send(messages, tools=list(task.tools), max_tokens=512)
+        found = {"fault": fault(answer), "leak": leak(answer, task.tools), "other": _other(answer, task)}
+        for kind, text in found.items():
             if text:
-                return Trip(**{kind: where + text})
-        call, result = answer.calls[0], str(draw.randrange(100_000, 1_000_000))
+                return Trip(task.item, **{kind: where + text})
+        (call,) = answer.calls
         function = {"name": call.name, "arguments": call.arguments}
         made = {"id": call.id or "call_1", "type": "function", "function": function}
         messages += [
             {"role": "assistant", "content": answer.text, "tool_calls": [made]},
-            {"role": "tool", "tool_call_id": made["id"], "content": result},
+            {"role": "tool", "tool_call_id": made["id"], "content": task.result},
         ]
-        last = send(messages, tools=list(TOOLS), max_tokens=64)
+        last = send(messages, tools=list(task.tools), max_tokens=64)
     except Refused as error:
-        return Trip(fault=f"{where}{error}")
-    if result in last.text.replace(",", "").replace(" ", ""):
-        return Trip(answered=True)
-    return Trip(answered=True, unused=f"{where}the tool returned {result}, the answer is {last.text[:80]!r}")
+        return Trip(task.item, fault=f"{where}{error}")
+    if task.result in last.text.replace(",", "").replace(" ", ""):
+        return Trip(task.item, answered=True)
+    unused = f"{where}the tool returned {task.result}, the answer is {last.text[:80]!r}"
+    return Trip(task.item, answered=True, unused=unused)
 
 
 def fault(answer: Answer) -> str:
@@ -113,14 +167,15 @@ def fault(answer: Answer) -> str:
     return ""
 
 
-def leak(answer: Answer) -> str:
+def leak(answer: Answer, tools: Sequence[dict[str, Any]]) -> str:
     """A part of the call format in an answer's text, or a call of a tool that was not offered; empty if there is
     none."""
+    names = {tool["function"]["name"] for tool in tools}
     mark = next((mark for mark in MARKS if mark in answer.text), None)
     if mark is not None:
         return f"{mark!r} in the answer's text: {answer.text[:100]!r}"
     return next(
-        (f"a call of {call.name!r}, which was not offered" for call in answer.calls if call.name not in NAMES), ""
+        (f"a call of {call.name!r}, which was not offered" for call in answer.calls if call.name not in names), ""
     )
 
 
@@ -132,40 +187,43 @@ def _parsed(call: Call) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _other(answer: Answer, name: str, wanted: dict[str, Any]) -> str:
+def _other(answer: Answer, task: Task) -> str:
     """How the calls differ from the one that was asked for; empty if they don't."""
     if len(answer.calls) != 1:
-        return f"{len(answer.calls)} calls, expected one of {name}; the text is {answer.text[:80]!r}"
+        return f"{len(answer.calls)} calls, expected one of {task.name}; the text is {answer.text[:80]!r}"
     call = answer.calls[0]
-    if (call.name, _parsed(call)) != (name, wanted):
-        return f"expected {name}({json.dumps(wanted, ensure_ascii=False)}), got {call.name}({call.arguments[:100]})"
+    if (call.name, _parsed(call)) != (task.name, task.arguments):
+        expected = f"{task.name}({json.dumps(task.arguments, ensure_ascii=False)})"
+        return f"expected {expected}, got {call.name}({call.arguments[:100]})"
     return ""
 
 
 def check(server: Server, served: Served, plan: Plan) -> list[Result]:
-    """The items: `tools` is red for damaged calls or other arguments, `tool results` for answers without the result."""
+    """The items: `tools` and `tool arguments` are red for damaged calls or other arguments, `tool results` for answers
+    without the result."""
     if served.weights is Weights.RANDOM:
-        return [not_judged(NAME, "random weights"), not_judged(RESULTS, "random weights")]
-    trips = server.together(lambda index: _trip(server, index, plan.seed), range(plan.calls))
+        return [not_judged(name, "random weights") for name in (NAME, ARGUMENTS, RESULTS)]
+    tasks = [plain_task(index, plan.seed) for index in range(plan.plain_calls)]
+    tasks += [hard_task(index, plan.seed) for index in range(plan.calls)]
+    trips = server.together(lambda number: _trip(server, tasks[number], number), range(len(tasks)))
+    unused = [trip.unused for trip in trips if trip.unused]
+    answered = sum(trip.answered for trip in trips)
+    summary = f"{answered - len(unused)} of {answered} answers have the tool's result"
+    return [
+        *(_calls(name, served, [trip for trip in trips if trip.item == name]) for name in (NAME, ARGUMENTS)),
+        _judged(RESULTS, summary, served, answered, unused, []),
+    ]
+
+
+def _calls(name: str, served: Served, trips: list[Trip]) -> Result:
+    """The item of these calls."""
     faults = [trip.fault for trip in trips if trip.fault]
     leaks = [trip.leak for trip in trips if trip.leak]
     others = [trip.other for trip in trips if trip.other]
-    unused = [trip.unused for trip in trips if trip.unused]
-    answered = sum(trip.answered for trip in trips)
     good = len(trips) - len(faults) - len(leaks) - len(others)
     if served.weights.released:
         faults, leaks = faults + leaks, []
-    return [
-        _judged(NAME, f"{good} of {len(trips)} calls as asked for", served, len(trips), leaks + others, faults),
-        _judged(
-            RESULTS,
-            f"{answered - len(unused)} of {answered} answers have the tool's result",
-            served,
-            answered,
-            unused,
-            [],
-        ),
-    ]
+    return _judged(name, f"{good} of {len(trips)} calls as asked for", served, len(trips), leaks + others, faults)
 
 
 def _judged(name: str, summary: str, served: Served, asked: int, wrong: list[str], faults: list[str]) -> Result:

@@ -79,8 +79,8 @@ def lengths(plan: Plan, longest: int) -> list[int]:
 def prompt(number: str, before: Iterable[str], after: Iterable[str]) -> str:
     """The user's turn, with the number between filler words."""
     return (
-        f"Read this text and answer the question at its end.\n{''.join(before)} The secret number is {number}."
-        f"{''.join(after)}\n\nWhat is the secret number? Answer with the number only."
+        f"Read this text and answer the question at its end.\n{''.join(before)} The secret number of Anna is {number}."
+        f"{''.join(after)}\n\nWhat is the secret number of Anna?"
     )
 
 
@@ -114,7 +114,7 @@ class Asker:
         filler = draw.choices(self.words, k=length - self.overhead)
         at = round(draw.choice(DEPTHS) * len(filler))
         try:
-            answer = self.server.chat(prompt(number, filler[:at], filler[at:]), max_tokens=24)
+            answer = self.server.chat(prompt(number, filler[:at], filler[at:]), max_tokens=32)
         except Refused as error:
             return error
         said = re.search(r"\d[\d ,]*", answer.text)

@@ -21,7 +21,8 @@ class Plan:
         boundaries: powers of two around which lengths get a needle, 2**n for n in this range.
         around: lengths below and above a boundary.
         longest: prompt tokens of the longest needle; None: what the server takes.
-        calls: tool calls; as many answers to their results.
+        plain_calls: tool calls that an everyday question asks for.
+        calls: tool calls whose arguments break parsers.
         documents: JSON answers.
         conversations: prompts that are asked cold and after a hit.
         batch: prompts that are asked alone and together.
@@ -37,6 +38,7 @@ class Plan:
     boundaries: range = range(7, 31)
     around: int = 4
     longest: int | None = None
+    plain_calls: int = 100
     calls: int = 100
     documents: int = 100
     conversations: int = 24
@@ -52,8 +54,9 @@ QUICK = Plan(
     every_length=(),
     boundaries=range(7, 13),
     around=2,
+    plain_calls=8,
     calls=8,
-    documents=8,
+    documents=12,
     conversations=3,
     batch=6,
     answer_tokens=8,

@@ -20,10 +20,12 @@ RELEASED_IDS = [0, 1, 128822]
 TOO_WEAK = 0.1
 """The share of wrong answers above which trained weights that are no release say nothing on the server."""
 QUESTIONS = (
-    ("What is 17 + 25? Answer with the number only.", "42"),
-    ("What is the capital of France? Answer with one word.", "paris"),
-    ("Repeat this word: water", "water"),
+    ("What is 17 + 25?", "42"),
+    ("What is the capital of France?", "paris"),
+    ("Repeat this: river apple water", "river apple water"),
 )
+"""Plain questions, and what an answer to each holds as whole words. Like the questions of the other items they say
+nothing on the form of the answer, which a small model would not understand."""
 
 
 class Weights(Enum):
@@ -165,7 +167,7 @@ def _release_of(path: str) -> tuple[Weights, str]:
 
 
 def _is_right(server: Server, question: str, answer: str) -> bool:
-    return answer in server.chat(question, max_tokens=8).text.lower()
+    return re.search(rf"\b{answer}\b", server.chat(question, max_tokens=32).text.lower()) is not None
 
 
 def _longest(entry: dict[str, Any], arguments: dict[str, Any]) -> int | None:

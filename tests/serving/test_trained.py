@@ -15,6 +15,7 @@ from train_tiny import questions
 from train_tiny.export import config_of
 from train_tiny.shape import TinyShape
 
+from sglang_dsv4.acceptance import __main__ as acceptance
 from sglang_dsv4.cpu.quickstart import parser_flags
 from sglang_dsv4.model_config.stages import SIZES_VARIABLE
 
@@ -61,6 +62,22 @@ def test_it_answers_in_words(server: Server) -> None:
     assert questions.said(asked.ask("What is 17 + 25?")) == "17 + 25 = 42."
     right, shown = questions.needle(asked, random.Random("8K"), 7000)
     assert right, shown
+
+
+@pytest.mark.slow
+def test_the_acceptance_checks_are_green_but_for_what_it_was_not_trained_for(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checks of `python -m sglang_dsv4.acceptance URL --quick`. The calls of `tool arguments` have arrays, objects
+    and texts that the training never had."""
+    assert acceptance.main([server.url, "--quick", "--seed", "1"]) == 0
+    page, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    items = {item["name"]: item for item in json.loads(last)["items"]}
+    assert items["server"]["weights"] == "other"
+    verdicts = {name: item["verdict"] for name, item in items.items()}
+    not_judged = ("official", "tool arguments", "drafts", "stability")
+    assert verdicts == dict.fromkeys(items, "green") | dict.fromkeys(not_judged, "can't be judged"), page
+    assert (items["needles"]["asked"], items["needles"]["residues_mod_4"]) == (24, 4)
 
 
 LICENCE = (ROOT / "LICENSE").read_text()  # a text that does not change

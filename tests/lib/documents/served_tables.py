@@ -375,6 +375,13 @@ def figures_of(row: dict[str, Any]) -> list[str]:
     return [row["name"], f"{row['text']['perplexity']:.2f}", *shown, bits]
 
 
+def acceptance() -> str:
+    """The verdict and the summary of each item; of an item that two runs have, the later one."""
+    items = {item["name"]: item for run in load("acceptance_cpu")["runs"] for item in run["items"]}
+    rows = ([f"`{name}`", item["verdict"], item["summary"]] for name, item in items.items())
+    return markdown(("item", "verdict", "summary"), rows)
+
+
 def quality() -> str:
     """Perplexity and mean KL of each configuration on a CPU, each KL with its bound."""
 

@@ -17,13 +17,17 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from sglang_dsv4.acceptance.calls import PLAIN_QUESTIONS
 from sglang_dsv4.acceptance.encoding_cases import CASES, START
 from sglang_dsv4.acceptance.official_vectors import VECTORS
 from sglang_dsv4.acceptance.served import BOS, EOS, QUESTIONS, RELEASED_IDS, THINK_END
+from sglang_dsv4.acceptance.structured import ASK
 
 TOKEN = re.compile(r"<｜[^｜]*｜>|</?think>|｜DSML｜|\d{1,3}| ?[A-Za-z]+|.", re.S)
 PAGE = 256
 OFFICIAL = {vector.prompt: vector for vector in VECTORS}
+PLAIN = {name: re.sub(r"\\{(\w+)\\}", r"(?P<\1>.+)", re.escape(text)) for name, text in PLAIN_QUESTIONS.items()}
+"""Patterns of the everyday questions for calls, with a group for each argument."""
 
 
 def cut(text: str) -> list[str]:
@@ -99,15 +103,19 @@ class StandIn:
             return self.continued(body), []
         if last["role"] == "tool":
             return ("0" if self.fault == "result ignored" else f"It is {last['content']}."), []
-        if found := re.search(r"The secret number is (\d+)\.", ask):
+        if found := re.search(r"The secret number of Anna is (\d+)\.", ask):
             number = found[1]
             if self.fault == "3 mod 4" and prompt_tokens % 4 == 3:
                 number = number[:-1] + str((int(number[-1]) + 1) % 10)
-            return number, []
+            return f"The secret number of Anna is {number}.", []
         if found := re.match(r"Call the tool (\w+) with exactly these arguments: (.*)\. Then answer", ask, re.S):
             return self.call(found[1], found[2], body.get("stream", False))
-        if found := re.match(r"Answer with this JSON and nothing else: (.*)", ask):
-            return self.document(found[1], body.get("stream", False)), []
+        for name, pattern in PLAIN.items():
+            if found := re.fullmatch(pattern, ask):
+                values = {key: int(text) if text.isdigit() else text for key, text in found.groupdict().items()}
+                return self.call(name, json.dumps(values), body.get("stream", False))
+        if ask.startswith(ASK):
+            return self.document(ask.removeprefix(ASK), body.get("stream", False)), []
         if ask in OFFICIAL:
             return "".join(OFFICIAL[ask].tokens), []
         return {question: answer for question, answer in QUESTIONS}.get(ask) or self.continued(body), []
@@ -119,11 +127,17 @@ class StandIn:
             arguments = re.sub(r"\d", "1", arguments) if re.search(r"[02-9]", arguments) else "{}"
         if self.fault == "damaged call" and streamed:
             arguments = arguments[:-1]
+        if self.fault == "quotes not escaped":
+            arguments = arguments.replace('\\"', '"')
         return "", [{"name": name, "arguments": arguments}]
 
     def document(self, text: str, streamed: bool) -> str:
         if self.fault == "invalid JSON" or (self.fault == "invalid JSON streamed" and streamed):
             return text[:-1]
+        if self.fault == "endless JSON":
+            return text[:-1] + " " * 300
+        if self.fault == "no grammar":
+            return "a word and another " * 100
         if self.fault == "JSON of another schema":
             return json.dumps({**json.loads(text), "more": 1})
         return re.sub(r"\d+", "1", text) if self.fault == "other values" else text
@@ -237,10 +251,10 @@ class Handler(BaseHTTPRequestHandler):
         if what.fault == "official token":
             tokens = [token.replace("gamma", "beta") for token in tokens]
         made = [{"id": f"call_{i}", "type": "function", "function": call} for i, call in enumerate(calls)]
-        rows = what.logprobs(tokens, cached > 0, at_once)
+        rows = what.logprobs(tokens[: body["max_tokens"]], cached > 0, at_once)
         choice = {
             "message": {"content": "".join(row["token"] for row in rows), "tool_calls": made},
-            "finish_reason": "tool_calls" if made else "stop",
+            "finish_reason": "tool_calls" if made else "length" if len(rows) < len(tokens) else "stop",
             "meta_info": {"cached_tokens": cached},
         }
         if body.get("logprobs"):

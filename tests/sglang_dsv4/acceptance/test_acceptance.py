@@ -18,13 +18,13 @@ import pytest
 from serving.acceptance_stand_in import StandIn, serving
 
 from sglang_dsv4.acceptance import __main__ as command
-from sglang_dsv4.acceptance import encoding, needles, official_vectors, plan, public_benchmarks, stability
+from sglang_dsv4.acceptance import calls, encoding, needles, official_vectors, plan, public_benchmarks, stability
 from sglang_dsv4.acceptance.client import Server
 from sglang_dsv4.acceptance.encoding_cases import CASES
 from sglang_dsv4.acceptance.needles import Needle, judged
 from sglang_dsv4.acceptance.report import Verdict
 from sglang_dsv4.acceptance.served import Served, Weights
-from sglang_dsv4.acceptance.structured import SCHEMAS, drawn, is_allowed
+from sglang_dsv4.acceptance.structured import LONGEST, SCHEMAS, drawn, is_allowed
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = dataclasses.replace(plan.QUICK, boundaries=range(7, 10), around=2, calls=8, documents=8, conversations=2)
@@ -49,7 +49,8 @@ def verdicts(items: dict[str, Any]) -> dict[str, str]:
     return {name: item["verdict"] for name, item in items.items()}
 
 
-RIGHT = ("server", "encoding", "official", "needles", "tools", "tool results", "json", "json values", "hits", "batch")
+CALLS = ("tools", "tool arguments")
+RIGHT = ("server", "encoding", "official", "needles", *CALLS, "tool results", "json", "json values", "hits", "batch")
 
 
 def test_a_right_server_is_green(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,13 +73,16 @@ FAULTS = (
     ("encoding of the chat route", "encoding", "one turn: the chat route"),
     ("official token", "official", "officially ' gamma'"),
     ("one token more", "official", "22 prompt tokens, officially 21"),
-    ("call as text", "tools", "'DSML' in the answer's text"),
-    ("damaged call", "tools", "(streamed): arguments that are no JSON object"),
-    ("other arguments", "tools", "expected count_visitors"),
+    ("call as text", CALLS, "'DSML' in the answer's text"),
+    ("damaged call", CALLS, "(streamed): arguments that are no JSON object"),
+    ("quotes not escaped", "tool arguments", "arguments that are no JSON object"),
+    ("other arguments", CALLS, "expected "),
     ("result ignored", "tool results", "the answer is '0'"),
     ("invalid JSON", "json", "(whole): not JSON of its schema"),
     ("invalid JSON streamed", "json", "(streamed): not JSON of its schema"),
     ("JSON of another schema", "json", "not JSON of its schema"),
+    ("endless JSON", "json", "(whole): cut at the token limit"),
+    ("no grammar", "json", "(streamed): not JSON of its schema"),
     ("no end of stream", "json", "a stream ended without [DONE]"),
     ("other values", "json values", "expected {"),
     ("bits hit", "hits", "log-probabilities of equal tokens differ by up to 9.5e-07"),
@@ -88,13 +92,15 @@ FAULTS = (
 
 
 @pytest.mark.parametrize(("fault", "item", "finding"), FAULTS, ids=[fault for fault, *_ in FAULTS])
-def test_a_planted_fault_is_red(fault: str, item: str, finding: str, capsys: pytest.CaptureFixture[str]) -> None:
-    check = {"tool results": "tools", "json values": "json"}.get(item, item)
+def test_a_planted_fault_is_red(
+    fault: str, item: str | tuple[str, ...], finding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    red = {item} if isinstance(item, str) else set(item)
+    check = {"tool results": "tools", "tool arguments": "tools", "json values": "json"}.get(min(red), min(red))
     status, items, page = run(StandIn(fault), capsys, "--only", check)
-    assert (status, items[item]["verdict"]) == (1, "red"), page
-    assert finding in "\n".join(items[item]["findings"])
-    others = {name for name, found in verdicts(items).items() if found == "red"} - {item}
-    assert not others, page
+    assert status == 1 and {name for name, found in verdicts(items).items() if found == "red"} == red, page
+    for name in red:
+        assert finding in "\n".join(items[name]["findings"])
 
 
 def test_random_weights_are_told_from_a_faulty_release(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +114,7 @@ def test_random_weights_are_told_from_a_faulty_release(capsys: pytest.CaptureFix
         "server": "green",
         "needles": "can't be judged",
         "tools": "can't be judged",
+        "tool arguments": "can't be judged",
         "tool results": "can't be judged",
         "hits": "green",
     }
@@ -121,7 +128,10 @@ def test_random_weights_are_told_from_a_faulty_release(capsys: pytest.CaptureFix
         ("other arguments", {"tools": "can't be judged"}),
         ("call as text", {"tools": "can't be judged"}),
         ("damaged call", {"tools": "red"}),
+        ("quotes not escaped", {"tools": "green", "tool arguments": "red"}),
         ("other values", {"json": "green", "json values": "can't be judged"}),
+        ("endless JSON", {"json": "can't be judged", "json values": "can't be judged"}),
+        ("no grammar", {"json": "red"}),
         ("invalid JSON streamed", {"json": "red"}),
         ("3 mod 4", {"needles": "can't be judged"}),  # of twelve needles three: chance does that
     ],
@@ -130,7 +140,7 @@ def test_trained_weights_that_are_no_release_may_be_wrong_themselves(
     fault: str, found: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server's fault is red with any weights; what a weak model may have done itself can't be judged."""
-    checks = {name.removesuffix(" values") for name in found}
+    checks = {name.removesuffix(" values").replace("tool arguments", "tools") for name in found}
     _, items, page = run(StandIn(fault, released=False, path="small"), capsys, "--only", *checks)
     assert items["server"]["weights"] == "other"
     assert {name: items[name]["verdict"] for name in found} == found, page
@@ -336,7 +346,22 @@ def test_a_schema_allows_its_own_values_only() -> None:
         assert allowed == [i // 20 == index for i in range(len(values))]
     assert not is_allowed({"city": "Rome", "days": True}, SCHEMAS[0])
     assert not is_allowed({"city": "Rome", "days": 100}, SCHEMAS[0])
-    assert not is_allowed({"numbers": [1]}, SCHEMAS[2])
+    assert not is_allowed({"cities": ["Rome"]}, SCHEMAS[2])
+
+
+def test_an_answer_has_as_many_characters_as_its_schema_allows() -> None:
+    draw = random.Random(0)
+    values = [drawn(schema, draw) for schema in SCHEMAS for _ in range(1000)]
+    assert max(len(json.dumps(value, separators=(",", ":"))) for value in values) == LONGEST
+
+
+def test_a_question_has_the_arguments_and_not_the_result() -> None:
+    for index in range(400):
+        plain, hard = calls.plain_task(index, 0), calls.hard_task(index, 0)
+        assert all(str(value) in plain.question for value in plain.arguments.values())
+        assert json.dumps(hard.arguments, ensure_ascii=False) in hard.question
+        assert all(one.result not in one.question for one in (plain, hard))
+        assert all(one.name in {tool["function"]["name"] for tool in one.tools} for one in (plain, hard))
 
 
 def test_the_commands_are_shell() -> None:
