@@ -76,7 +76,7 @@ def fp32_products() -> Iterator[Case]:
     for case in document["cases"]:
         layer, tokens = case["name"].rsplit("-t", 1)
         groups, n = FP32_LAYERS[layer]
-        launch = products.in_fp32(case["name"], int(tokens), n, gpu, groups)
+        launch = products.in_fp32(case["name"], int(tokens), n, gpu, groups, one_cta_ahead=False)
         yield Case(case["name"], case["ours_us"], (launch,), gpu.clocks_us)
 
 
@@ -90,7 +90,7 @@ def tiles_of_mma_sync() -> Iterator[Case]:
         for tile in TILES:
             key = f"ours_by_{tile.rows}x{tile.tokens}x{tile.stages}_us"
             if key in case and layer != "logits" and int(tokens) <= MOST_SWEPT:
-                launch = products.by_mma_sync(case["name"], tile, int(tokens), n, groups, gpu)
+                launch = products.by_mma_sync(case["name"], tile, int(tokens), n, groups, gpu, one_cta_ahead=False)
                 yield Case(f"{case['name']} by {tile.rows} x {tile.tokens}", case[key], (launch,), gpu.clocks_us)
 
 
@@ -322,13 +322,14 @@ SIX_LAYERS = replace(FLASH, layers=(0, 0, 4, 128, 4, 128))
 
 def steps() -> Iterator[tuple[str, float, Forward]]:
     """Yield (name, measured microseconds, forward): busy time of six layers on one GPU; wall time of all on four."""
+    joint = {"unbalanced": False, "gate_ahead": False}
     for name in ("serve_ab_torch_2_14_h200", "serve_ab_h200"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
         for row in document["rows"]:
             if row["metric"] != "busy_us_per_step":
                 continue
             if row["work"] == "decode":
-                f = Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, unbalanced=False)
+                f = Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **joint)
                 yield f"six layers, {row['requests']} requests, busy ({name})", row["ours"], f
             else:
                 f = Forward(SIX_LAYERS, 8192, 36_864, prefill=True)  # eight chunks of 64K: their mean context
@@ -338,8 +339,7 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
         switches = row["switches"]
         if switches.get("SGLANG_DSV4_WO_A") == "both" and switches.get("SGLANG_DSV4_SIDE_STREAM") == "on":
             name = f"six layers, {row['requests']} requests, busy (step_switches_h200)"
-            yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, unbalanced=False)
-    joint = {"unbalanced": False}
+            yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **joint)
     alone = {"parts": False, "of_few": False, "expert_rows": False} | joint
     for name, of_ours, how in (("variants_", "ours+our_all_reduce", alone), ("", "ours", joint)):
         document = json.loads((RESULTS / f"serve_ab_{name}h200_x4.json").read_text())

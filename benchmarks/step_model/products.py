@@ -140,12 +140,22 @@ def fp8_by_tcgen05(
     )
 
 
-def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channels: int = 4096) -> Launch:
-    """Return the counts of `linear_fp32` or, with several groups, `grouped_linear` (kernels/linear/gpu.py)."""
+def in_fp32(
+    name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channels: int = 4096, one_cta_ahead: bool = True
+) -> Launch:
+    """Return the counts of `linear_fp32` or, with several groups, `grouped_linear` (kernels/linear/gpu.py).
+
+    Args:
+        name: of the launch.
+        tokens, rows, channels: T, N and K.
+        gpu: its multiprocessors.
+        groups: G.
+        one_cta_ahead: whether tiles of one CTA read their weight ahead; they did not before 2026-11-28.
+    """
     arch = ARCHITECTURES["sm90" if gpu.is_hopper else "sm100"]
     tile = invariant.chosen(arch, tokens, rows, groups, gpu.multiprocessors)
     if isinstance(tile, Tile):
-        return by_mma_sync(name, tile, tokens, rows, groups, gpu, channels)
+        return by_mma_sync(name, tile, tokens, rows, groups, gpu, channels, one_cta_ahead)
     ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens)
     rounds = -(-ctas // gpu.multiprocessors)
     a_step = 2 * tile.rows * tile.tokens * CHUNK / gpu.bf16_flops_clock
@@ -163,12 +173,21 @@ def in_fp32(name: str, tokens: int, rows: int, gpu: Gpu, groups: int = 1, channe
     )
 
 
-def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu: Gpu, channels: int = 4096) -> Launch:
+def by_mma_sync(
+    name: str,
+    tile: Tile,
+    tokens: int,
+    rows: int,
+    groups: int,
+    gpu: Gpu,
+    channels: int = 4096,
+    one_cta_ahead: bool = True,
+) -> Launch:
     """Return the counts of a product by a tile of kernels/linear/kernel.py, or of cluster.py.
 
     The port of shared memory is `linear.gpu.port_clocks`: a warp's reads at 128 bytes a clock, what `cp.async` writes
     at 64, with zeros for tokens that do not exist. That rate was found from the times of the 64 x 64 and 128 x 128
-    tiles on an H200, whose times do not depend on the number of tokens.
+    tiles on an H200, whose times do not depend on the number of tokens. Arguments are `in_fp32`'s.
     """
     ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens) * tile.ctas
     shared = invariant.resident(tile)
@@ -181,7 +200,8 @@ def by_mma_sync(name: str, tile: Tile, tokens: int, rows: int, groups: int, gpu:
     bytes_of_cta = (tile.rows + width) * k * 2
     together = min(shared, busiest_ctas)
     ahead = 0.0
-    if tile.ctas > 1 and groups == 1:  # weights of the first stages
+    # Weights of the first stages; that the others are fetched into L2 is not counted.
+    if groups == 1 and (tile.ctas > 1 or (one_cta_ahead and tile.at_once > 1)):
         ahead = min(1.0, (tile.stages - 1) / chunks) * tile.rows / (tile.rows + width) * together / busiest_ctas
     return Launch(
         name,

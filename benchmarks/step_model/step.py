@@ -69,6 +69,8 @@ class Forward:
     """Whether boundaries of few tokens may sum over experts."""
     unbalanced: bool = True
     """Whether boundaries of few tokens leave comb to the next boundary."""
+    gate_ahead: bool = True
+    """Whether gate, projections and logits of few tokens read their weight ahead in tiles of one CTA, too."""
 
     def sums_in_boundaries(self, gpu: Gpu) -> bool:
         """Return whether boundaries sum over experts."""
@@ -121,7 +123,7 @@ def attention_sublayer(f: Forward, ratio: int, gpu: Gpu) -> Sublayer:
     side: list[Launch] = []
     if ratio:
         side += [
-            products.in_fp32("projections", t, 2624 if ratio == 4 else 1024, gpu, channels=m.dim),
+            products.in_fp32("projections", t, 2624 if ratio == 4 else 1024, gpu, 1, m.dim, f.gate_ahead),
             rows.row_kernel("compress_store", t, gpu),
         ]
     if ratio == 4:
@@ -189,7 +191,7 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
     model = Model(m.experts.experts, m.dim, m.experts.channels // f.ranks)
     slots = experts.slots_of_experts(model.experts, t, "uniform")
     main = [
-        products.in_fp32("gate", t, model.experts, gpu, channels=m.dim),
+        products.in_fp32("gate", t, model.experts, gpu, 1, m.dim, f.gate_ahead),
         rows.row_kernel("route_topk_logits", t, gpu),
     ]
     if gpu.is_hopper:
@@ -282,7 +284,7 @@ def predict(f: Forward, gpu: Gpu) -> Prediction:
             total += times * add(sublayer.after, times)
             total += times * add(boundaries(f, gpu, bool(of_experts)), times)
     wanted = 1 if f.prefill else f.tokens
-    logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, channels=f.model.dim)
+    logits = products.in_fp32("logits", wanted, f.model.vocabulary // f.ranks, gpu, 1, f.model.dim, f.gate_ahead)
     if f.sums_in_boundaries(gpu):  # the last layer's experts are followed by no boundary
         total += add(experts_sublayer(replace(f, expert_rows=False), gpu).after, 1)
     total += add([logits], 1) + OTHER_LAUNCHES * OTHER_US

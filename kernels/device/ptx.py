@@ -122,6 +122,11 @@ def prefetch(row: Int64, offset: Int32) -> None:
     asm("{\n.reg .pred p;\nsetp.ge.s64 p, {$r0}, 0;\n@p prefetch.global.L2 [{$r0}];\n}", [], row + offset)
 
 
+def fetch_into_l2(address: Int64, num_bytes: Int32 | int) -> None:
+    """Starts a copy of contiguous bytes, a multiple of 16, from global memory into L2; it is not an access to them."""
+    asm("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", [], address, Int32(num_bytes))
+
+
 def store_shared(address: Int32, words: tuple) -> None:
     """Stores 16 bytes to shared memory."""
     asm("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", [], address, *words)

@@ -177,8 +177,3 @@ def load_words_or_floats(address: Int64, count: int, floats: bool) -> list:
     for first in range(0, count, at_once):
         loaded += ptx.load_or_zeros(kind, at_once, address + first * 4, Int32(1), cache="")
     return loaded
-
-
-def fetch_into_l2(address: Int64, num_bytes: int) -> None:
-    """Starts a copy of contiguous bytes from global memory into L2, which is not an access to them."""
-    ptx.asm("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", [], address, Int32(num_bytes))

@@ -20,7 +20,6 @@ from dsv4_kernels.device.tma import copy_bulk
 from dsv4_kernels.hyper_connection.arithmetic import (
     UPPER_BITS,
     address_of,
-    fetch_into_l2,
     split_tf32,
     sum_of_squares,
     sum_over_units,
@@ -70,10 +69,10 @@ class Products(Streams):
         if lane < plan.rows:
             source = args.fn + (Int64(lane) * (STREAMS * plan.dim) + rank * plan.slice) * 4
             for stream in cutlass.range_constexpr(plan.stages, STREAMS):
-                fetch_into_l2(source + stream * (plan.dim * 4), plan.slice * 4)
+                ptx.fetch_into_l2(source + stream * (plan.dim * 4), plan.slice * 4)
         elif lane == plan.rows:
             size = 2 if plan.bf16_weight else 4
-            fetch_into_l2(args.norm_weight + rank * (plan.slice * size), plan.slice * size)
+            ptx.fetch_into_l2(args.norm_weight + rank * (plan.slice * size), plan.slice * size)
 
     @cute.jit
     def add_up(

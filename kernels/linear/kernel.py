@@ -13,6 +13,9 @@ of many tokens processes the segments one after the other; and a tile of a clust
 CTA loads a quarter of the channels (`cluster`). All add the same numbers in the same order. `gpu.chosen` chooses
 the tile of a call.
 
+A tile of few tokens reads its weight ahead, before the launch before has ended (`Configuration.reads_ahead`, rule 1 of
+`dependent_launch`): the first stages by cp.async, and the rest into L2.
+
 Tiles of weights and tokens are copied by cp.async into a ring of stages, with zeros for rows, tokens and channels that
 do not exist. A row of a stage is 128 bytes, with units of 16 bytes in the order of the 128-byte swizzle: unit u of row
 r at u ^ (r & 7). So the eight rows of a matrix that `ldmatrix` reads lie in different banks.
@@ -40,6 +43,9 @@ UNITS = ROW_BYTES // 16
 """Units of 16 bytes in a row of a stage; also the number of rows after which the swizzle repeats."""
 WARP = 32
 MMA_ROWS, MMA_TOKENS = 16, 8
+MOST_FETCHED = 24 << 20
+"""Bytes of a weight that is fetched into L2 before the kernel before has ended: half of a Hopper's L2. A larger one
+would be evicted before it is read."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,10 @@ class Configuration:
     @property
     def reads_ahead(self) -> bool:
         """Whether the weight is read before the kernel before has ended. No kernel writes the weights of `linear_fp32`;
-        that of `grouped_linear` may have been expanded by the kernel before."""
-        return self.fp32 and self.tile.ctas > 1 and dependent_launch.is_on()
+        that of `grouped_linear` may have been expanded by the kernel before. Tiles of many tokens wait first: their
+        time does not depend on the first copies."""
+        of_few_tokens = self.tile.ctas > 1 or self.tile.at_once == SEGMENTS
+        return self.fp32 and of_few_tokens and dependent_launch.is_on()
 
 
 class Arguments(NamedTuple):
@@ -184,7 +192,8 @@ def tile_of_group(
     args: Arguments, configuration: cutlass.Constexpr[Configuration], group: Int32, cta: cutlass.Constexpr[Cta]
 ) -> None:
     """Computes one tile."""
-    dependent_launch.begin()
+    if cutlass.const_expr(not configuration.reads_ahead):
+        dependent_launch.begin()
     tile = configuration.tile
     thread, _, _ = cute.arch.thread_idx()
     number = cta.number
@@ -207,11 +216,19 @@ def tile_of_group(
     total = cute.make_rmem_tensor((tile.accumulators,), Float32)
     total.fill(0.0)
     chunks = (args.channels + (CHUNK - 1)) // CHUNK
+    if cutlass.const_expr(configuration.reads_ahead):
+        fetch_weight(args, tile, place, thread)
+        for i in cutlass.range_constexpr(tile.stages - 1):
+            load_segments(args, tile, place, Int32(i), chunks, thread, stages + i * tile.stage_bytes, tokens=False)
+        dependent_launch.begin()
     if cutlass.const_expr(tile.at_once == 1):
         one_after_the_other(args, tile, cta.threads, place, chunks, thread, first, lane, stages, total)
         store(args, configuration, place, first, lane, total)
     else:
-        side_by_side(args, tile, cta.threads, place, chunks, thread, segment, first, lane, stages, total)
+        side_by_side(
+            args, tile, cta.threads, place, chunks, thread, segment, first, lane, stages, total,
+            weight_is_loaded=configuration.reads_ahead,
+        )  # fmt: skip
         if segment > 0:
             ours = sums_address(tile, stages, segment, within, lane)
             for i in cutlass.range_constexpr(tile.accumulators):
@@ -285,13 +302,15 @@ def side_by_side(
     lane: Int32,
     stages: Int32,
     sums: cute.Tensor,
+    weight_is_loaded: cutlass.Constexpr[bool],
 ) -> None:
     """Computes the sum of the warp's own segment. A stage has one chunk of each segment; the last segment is the
-    longest."""
+    longest. The first stages may have the copies of their weight already, which no group has been committed with."""
     longest = chunks - begin_of(SEGMENTS - 1, chunks)
     begin, end = begin_of(segment, chunks), begin_of(segment + 1, chunks)
     for i in cutlass.range_constexpr(tile.stages - 1):
-        load_segments(args, tile, place, Int32(i), chunks, thread, stages + i * tile.stage_bytes)
+        at = stages + i * tile.stage_bytes
+        load_segments(args, tile, place, Int32(i), chunks, thread, at, weight=not weight_is_loaded)
         cute.arch.cp_async_commit_group()
     stage = Int32(0)
     for i in cutlass.range(longest, unroll=1):
@@ -317,11 +336,13 @@ def load_segments(
     chunks: Int32,
     thread: Int32,
     stage: Int32,
+    weight: cutlass.Constexpr[bool] = True,
+    tokens: cutlass.Constexpr[bool] = True,
 ) -> None:
     """Starts the copies of a stage: the chunk with this number of each segment that has one."""
     for segment in cutlass.range_constexpr(SEGMENTS):
         chunk, end = begin_of(segment, chunks) + number, begin_of(segment + 1, chunks)
-        load(args, tile, place, chunk, end, thread, stage + segment * tile.segment_bytes)
+        load(args, tile, place, chunk, end, thread, stage + segment * tile.segment_bytes, weight, tokens)
 
 
 @cute.jit
@@ -333,19 +354,32 @@ def load(
     end: Int32,
     thread: Int32,
     shared: Int32,
+    weight: cutlass.Constexpr[bool] = True,
+    tokens: cutlass.Constexpr[bool] = True,
 ) -> None:
     """Starts the copies of a chunk of the tile's rows, then of its tokens; no copies from chunk `end` on."""
     unit, row = thread % UNITS, thread // UNITS
     channel = chunk * CHUNK + unit * 8
     if chunk < end:
-        copy_rows(
-            tile.rows, tile.threads, place.weight, args.weight_row_bytes, place.first_row, args.num_rows,
-            channel, args.channels, row, unit, shared,
-        )  # fmt: skip
-        copy_rows(
-            tile.tokens, tile.threads, place.x, args.x_token_bytes, place.first_token, args.num_tokens,
-            channel, args.channels, row, unit, shared + tile.rows * ROW_BYTES,
-        )  # fmt: skip
+        if cutlass.const_expr(weight):
+            copy_rows(
+                tile.rows, tile.threads, place.weight, args.weight_row_bytes, place.first_row, args.num_rows,
+                channel, args.channels, row, unit, shared,
+            )  # fmt: skip
+        if cutlass.const_expr(tokens):
+            copy_rows(
+                tile.tokens, tile.threads, place.x, args.x_token_bytes, place.first_token, args.num_tokens,
+                channel, args.channels, row, unit, shared + tile.rows * ROW_BYTES,
+            )  # fmt: skip
+
+
+@cute.jit
+def fetch_weight(args: Arguments, tile: cutlass.Constexpr[Tile], place: Place, thread: Int32) -> None:
+    """Fetches the tile's rows into L2, a row a thread, unless L2 would not hold all rows of the weight."""
+    fits = Int64(args.num_rows) * Int64(args.channels) * 2 <= MOST_FETCHED
+    row = place.first_row + thread
+    if fits & (thread < tile.rows) & (row < args.num_rows):
+        ptx.fetch_into_l2(place.weight + Int64(row) * args.weight_row_bytes, args.channels * 2)
 
 
 @cute.jit

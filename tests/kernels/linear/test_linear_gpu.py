@@ -80,8 +80,8 @@ def product(
 
     shape = (x.shape[0], *weight.shape[:2])
     out = strided(torch.zeros(shape, dtype=dtype), 1, 2, 4 if tile is not None and "wgmma" in tile else 3)
-    # Clusters read the weight of `linear_fp32`, whose results are fp32, before the kernel before has ended.
-    constant = (weight,) if kernel == "sm100" and dtype == torch.float32 else ()
+    # Tiles of few tokens read the weight of `linear_fp32`, whose results are fp32, before the kernel before has ended.
+    constant = (weight,) if dtype == torch.float32 else ()
     with emulated_row_kernel(kernel, constant=constant, **options):
         gpu.run(kernel, "a test", x, weight, out, tile_named(tile))
     whole = out._base
@@ -144,8 +144,7 @@ def test_shared_memory_is_read_without_conflicts(kernel: str, tile: str) -> None
 
     x, weight, out = normal(16, 1, 512, seed=16), normal(1, 32, 512, seed=17), torch.empty(16, 1, 32)
     with emulated(checks=Checks.strict(), arch=ARCH[kernel]) as device:
-        if kernel == "sm100":
-            device.memory.constant(weight)
+        device.memory.constant(weight)
         gpu.run(kernel, "a test", x, weight, out, tile_named(tile))
     assert not any(report.shared_conflicts for report in device.reports)
 
@@ -260,17 +259,27 @@ def test_it_may_begin_early(kernel: str) -> None:
         assert_products(product(kernel, x, weight, None, torch.bfloat16), x, weight)
 
 
-def test_a_cluster_reads_the_weight_of_linear_fp32_ahead(compiled_here: None) -> None:
-    """Each thread copies two units of the weight for each stage but one before the wait, and no tokens; results in bf16
+@pytest.mark.parametrize(
+    ("kernel", "tile", "name", "copies"),
+    [
+        ("sm90", "16x16", "linear", 12),
+        ("sm100", "64x16", "linear", 24),
+        ("sm100", "cluster 32x16", "linear_cluster", 30),
+    ],
+    indirect=["kernel"],
+)
+def test_a_tile_of_few_tokens_reads_the_weight_of_linear_fp32_ahead(
+    kernel: str, tile: str, name: str, copies: int
+) -> None:
+    """Each thread copies its units of the weight for each stage but one before the wait, and no tokens; results in bf16
     are `grouped_linear`'s, whose weight the kernel before may write."""
-    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     x, weight = normal(3, 2, 264, seed=1), normal(2, 40, 264, seed=2)
-    with launched_early(read_ahead={"linear_cluster": ("LDGSTS",) * 30}):
-        assert_products(product("sm100", x, weight, "cluster 32x16"), x, weight)
+    with launched_early(read_ahead={name: ("LDGSTS",) * copies}):
+        assert_products(product(kernel, x, weight, tile), x, weight)
     with launched_early():
-        assert_products(product("sm100", x, weight, "cluster 32x16", torch.bfloat16), x, weight)
+        assert_products(product(kernel, x, weight, tile, torch.bfloat16), x, weight)
     with dependent_launch.switched(False):
-        assert_products(product("sm100", x, weight, "cluster 32x16"), x, weight)
+        assert_products(product(kernel, x, weight, tile), x, weight)
 
 
 def test_a_result_that_has_no_pairs(compiled_here: None) -> None:
