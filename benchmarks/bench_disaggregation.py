@@ -86,7 +86,7 @@ def mixed(args: argparse.Namespace) -> Callable[[serve_load.Client], Awaitable[d
         def ids(count: int) -> list[int]:
             return [rng.randrange(3, args.vocabulary) for _ in range(count)]
 
-        for _ in range(2):  # not measured: kernels of these batches are compiled
+        for _ in range(2):  # not measured: they compile kernels for these batches
             chats_at_once = (client.generate(ids(args.prompt), args.answer) for _ in range(args.chats))
             await asyncio.gather(client.generate(ids(args.long), LONG_ANSWER), *chats_at_once)
         begin = time.perf_counter()
@@ -141,7 +141,7 @@ def started(contender: str, args: argparse.Namespace) -> Iterator[Callable[[obje
             env = {"SGLANG_HOST_IP": HOST, **({"CUDA_VISIBLE_DEVICES": visible_gpus(number)} if gpus else {})}
             return server(side, args.port + 1 + number, flags, env)
 
-        # Both at the same time, since a start takes minutes; one of them here, as `sessions.own` demands.
+        # Both start at the same time, since a start takes minutes; one in this thread, as `sessions.own` demands.
         with ThreadPoolExecutor(1) as starting:
             decode = starting.submit(one_side, 1, "decode")
             urls = one_side(0, "prefill"), decode.result()

@@ -16,10 +16,10 @@ written them.
     python benchmarks/bench_row_kernels.py --chain [--tokens 1,4,16,64] [--layers 43] [--out FILE.json]
 
 times the launches of all these small kernels: all layers' boundaries and row kernels in one CUDA graph, each reading an
-earlier kernel's result; the same with every launch allowed to begin while the one before ends
-(`device.dependent_launch`); and "later", the latter with combs that the next boundary balances. Before that, REPLAYS
-replays of these graphs must have the bits of the kernels launched one by one. Products and attention are left out: in a
-decode step they run between these kernels.
+earlier kernel's result ("us"); the same with every launch allowed to begin while the launch before ends
+(`device.dependent_launch`, "early"); and early launches whose comb the next boundary balances ("later"). Before that,
+REPLAYS replays of the early and of the later graph must have the bits of the kernels launched one by one. Products and
+attention are left out: in a decode step they run between these kernels.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
 
 
 def told(rows: Sequence[dict[str, Any]], failed: Sequence[str]) -> int:
-    """Print what is beyond a bound, also beside the built-in; returns the exit status."""
+    """Print each figure beyond its bound or the built-in's; returns the exit status: 1 if there is any."""
     beyond = [*failed, *beside_the_builtin(rows)]
     print("\n".join(f"beyond: {line}" for line in beyond) or "all within their bounds")
     print(json.dumps({"configurations": len(rows), "beyond": beyond}))

@@ -91,7 +91,7 @@ kernels)
 quality)
     export PYTHONPATH="tests/lib:benchmarks:${PYTHONPATH:-}" OMP_NUM_THREADS=8
     [ -e "$folder/wide/config.json" ] || python3 -m train_tiny.widen trained "$folder/wide" || exit
-    # Side by side: the model is small, and each table has a few servers, one after the other.
+    # Tables are made side by side, since the model is small; a table starts its servers one after the other.
     quality() {
         number=$1 cards=$2 gpus=$3
         shift 3

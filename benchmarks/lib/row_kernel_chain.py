@@ -37,7 +37,7 @@ class Chain:
     def __init__(self, tokens: int, layers: int, device: torch.device, impl: str) -> None:
         self.tokens, self.device, self.impl = tokens, device, impl
         self.balances = True
-        """Whether boundaries balance comb themselves; otherwise the next ones do, as in a model's forwards."""
+        """Whether a boundary balances its own comb; otherwise the next boundary does, as in a model's forwards."""
         torch.manual_seed(2)
         self.streams = normal(tokens, 4, HIDDEN, device=device)
         self.y = normal(tokens, HIDDEN, device=device)
@@ -101,8 +101,8 @@ def launched(chain: Chain, early: bool, balances: bool = True) -> Callable[[], l
 
 
 def check_chain(chain: Chain, balances: bool = True) -> None:
-    """Check that replays of the graph with overlapping kernels are bitwise equal to the kernels one by one, with combs
-    that are balanced at once.
+    """Check that replays of the graph with overlapping kernels have the bits of the kernels launched one by one, whose
+    boundaries balance their own comb. Without `balances` the last comb, which is left unbalanced, is not compared.
 
     Raises:
         AssertionError: one of REPLAYS replays differs.

@@ -53,7 +53,7 @@ class Mooncake:
 
 
 SENDER_THREADS = 8
-"""Threads of NIXL's agent on a prefill server of SGLang, which share a transfer's blocks."""
+"""Threads of NIXL's agent on SGLang's prefill server; they share a transfer's blocks."""
 
 
 class Nixl:

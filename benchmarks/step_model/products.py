@@ -187,7 +187,7 @@ def by_mma_sync(
 
     The port of shared memory is `linear.gpu.port_clocks`: a warp's reads at 128 bytes a clock, what `cp.async` writes
     at 64, with zeros for tokens that do not exist. That rate was found from the times of the 64 x 64 and 128 x 128
-    tiles on an H200, whose times do not depend on the number of tokens. Arguments are `in_fp32`'s.
+    tiles on an H200, whose times do not depend on the number of tokens. Arguments as for `in_fp32`.
     """
     ctas = groups * -(-rows // tile.rows) * -(-tokens // tile.tokens) * tile.ctas
     shared = invariant.resident(tile)
@@ -200,7 +200,7 @@ def by_mma_sync(
     bytes_of_cta = (tile.rows + width) * k * 2
     together = min(shared, busiest_ctas)
     ahead = 0.0
-    # Weights of the first stages; that the others are fetched into L2 is not counted.
+    # Weights of the first stages. Weights of later stages, which are fetched into L2, are not counted.
     if groups == 1 and (tile.ctas > 1 or (one_cta_ahead and tile.at_once > 1)):
         ahead = min(1.0, (tile.stages - 1) / chunks) * tile.rows / (tile.rows + width) * together / busiest_ctas
     return Launch(

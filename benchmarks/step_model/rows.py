@@ -55,7 +55,7 @@ BALANCE_CLOCKS = 3515
 """Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
 an iteration, 64 of which are eight reciprocals."""
 ITERATION_CLOCKS = 3145
-"""Softmax, 390 clocks, and the iteration."""
+"""Clocks of softmax (390) and of Sinkhorn's iteration (19 times 145)."""
 EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
@@ -99,8 +99,8 @@ def boundary(
         gpu: rates.
         plan: None for the kernel's choice.
         at_once: clusters that run at once, one CTA a multiprocessor; 0 for an H200's number, also on Blackwell.
-        unbalanced: whether comb is left to the next boundary, and that of the boundary before is balanced while the
-            launch waits: in the first round of clusters within the gap and the time that hides fn's first bytes.
+        unbalanced: whether comb is left to the next boundary. Then the launch balances the previous boundary's comb:
+            the first round of clusters at no cost, while it waits; each further round in ITERATION_CLOCKS.
     """
     at_once = at_once or CLUSTERS[CLUSTER]
     form = (dim, PRE_ROWS, True, False, True)

@@ -70,7 +70,7 @@ class Forward:
     unbalanced: bool = True
     """Whether boundaries of few tokens leave comb to the next boundary."""
     gate_ahead: bool = True
-    """Whether gate, projections and logits of few tokens read their weight ahead in tiles of one CTA, too."""
+    """Whether tiles of one CTA read their weight ahead, too, in gate, projections and logits of few tokens."""
 
     def sums_in_boundaries(self, gpu: Gpu) -> bool:
         """Return whether boundaries sum over experts."""

@@ -12,14 +12,14 @@ with the attribute:
    this kernel reads, or read data that this kernel overwrites (memory is reused along the stream). Before the wait a
    kernel may compute indices, use shared memory and barriers, and read weights that no kernel writes while a model
    runs. Five weights are read ahead: `fn` of the hyper-connections (`hyper_connection/products.py`), the weights of FP8
-   products (`linear/fp8_kernel.py` for few tokens on Hopper, `linear/fp8_tcgen05.py`), those of products in fp32 of
-   few tokens (`linear/kernel.py`, `linear/cluster.py`), `wo_a` of few output groups
+   products (`linear/fp8_kernel.py` for few tokens on Hopper, `linear/fp8_tcgen05.py`), the weights of products in
+   fp32 of few tokens (`linear/kernel.py`, `linear/cluster.py`), `wo_a` of few output groups
    (`linear/fp8_weight_resident.py`), and `w2` of the experts of few tokens (`moe/sm90/few_kernel.py`). The codes of
    `linear/fp8_weight.py`, the rest of `fn` and of the weights of `linear/kernel.py`, and the norm's weight are
    fetched into L2, which is not an access. A kernel may also read results of a launch before the previous one if the
-   previous kernel calls `begin`: then that launch has ended. The second product and the sum of few tokens
-   (`moe/sums.py`, `hyper_connection/experts.py`) read the work list so, and boundaries the logits of `comb`
-   (`hyper_connection/unbalanced.py`), from L2, because L1 may hold older contents until a thread waits.
+   previous kernel calls `begin`: then that launch has ended. In this way the second product and the sum of few tokens
+   (`moe/sums.py`, `hyper_connection/experts.py`) read the work list, and boundaries read the logits of `comb`
+   (`hyper_connection/unbalanced.py`). They read them from L2, because L1 may hold older contents until a thread waits.
 2. Every CTA waits, also a CTA without work. It waits for the end of the whole kernel before, which has waited for the
    one before it. So accesses after a wait follow everything that was launched earlier in the stream. Kernels of PyTorch
    or DeepGEMM that are launched without the attribute start after everything before them has ended; a foreign kernel

@@ -123,7 +123,7 @@ def prefetch(row: Int64, offset: Int32) -> None:
 
 
 def fetch_into_l2(address: Int64, num_bytes: Int32 | int) -> None:
-    """Starts a copy of contiguous bytes, a multiple of 16, from global memory into L2; it is not an access to them."""
+    """Starts a copy of contiguous bytes, a multiple of 16, from global memory into L2, which is not an access."""
     asm("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", [], address, Int32(num_bytes))
 
 

@@ -8,7 +8,7 @@ Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the
 `hc_boundary` is these three; `hc_boundary_of_parts` sums the first's output over the ranks before them. Both also take
 the rows of experts (`host.expert_rows`), which they sum first. `hc_enter` is the last two, for a model's first
 sublayer, and `hc_finish` follows the last sublayer. A GPU kernel computes each of them in one launch, which reads and
-writes the streams once. With few tokens Sinkhorn's iteration is left to the boundary that reads comb (`unbalanced`).
+writes the streams once. With few tokens the boundary that reads comb balances it (`unbalanced`).
 `hc_pre`, `hc_post` and `hc_head` by themselves have no GPU kernel, only definitions in PyTorch.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
@@ -101,7 +101,7 @@ def hc_boundary(
         streams: [T, n, d] in y's dtype, the streams that the ended sublayer's `hc_pre` read; they are not overwritten.
         post: [T, n] fp32, of the ended sublayer.
         comb: [T, n, n] fp32, of the ended sublayer; or `Unbalanced`, with the same `hc_eps` and `iterations`, which is
-            balanced first (a GPU's kernel takes at most `unbalanced.MOST_TOKENS` tokens then).
+            balanced first (then a GPU's kernel takes at most `unbalanced.MOST_TOKENS` tokens).
         fn: [(2 + n)n, n * d] fp32; this and all following arguments belong to the sublayer that begins.
         base: [(2 + n)n] fp32.
         scale: [3] fp32.
@@ -110,8 +110,8 @@ def hc_boundary(
         hc_eps: of the mixture and of Sinkhorn's iteration.
         iterations: of Sinkhorn's iteration (20).
         fp8: whether x is also returned in the form that FP8 products read.
-        balances: whether comb is balanced; otherwise it is returned as `Unbalanced`, for the next boundary (a GPU's
-            kernel takes at most `unbalanced.MOST_TOKENS` tokens then).
+        balances: whether comb is balanced; otherwise it is returned as `Unbalanced`, for the next boundary (then a
+            GPU's kernel takes at most `unbalanced.MOST_TOKENS` tokens).
         impl: implementation by name; None lets the registry choose.
 
     Returns:

@@ -262,7 +262,7 @@ def run(
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
         interleaved: whether products are interleaved, with one CTA a multiprocessor.
-        balances: whether comb is balanced, not left `Unbalanced`.
+        balances: whether comb is balanced; otherwise it is left `Unbalanced`.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also

@@ -177,8 +177,8 @@ class HyperConnection(Products):
     ) -> None:
         """Writes comb of the token that has this CTA's number in the group, in one lane.
 
-        No other thread waits for it: the mixture needs pre only. But the iteration would end the launch, some 2,000
-        clocks after the other warps; so with few tokens the next boundary computes it.
+        No other thread waits for comb: the mixture needs pre only. But softmax and Sinkhorn's iteration would end the
+        launch some 2,000 clocks after the other warps; so with few tokens the next boundary computes them.
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):
@@ -196,8 +196,8 @@ class HyperConnection(Products):
     def balance_ended(self, args: AnyArguments, shared: cutlass.Constexpr, lane: Int32, first: Int32) -> None:
         """Stores comb of the sublayer that ends, balanced, for all tokens of the group, a lane each.
 
-        All CTAs of a cluster do so, while they wait. It may overlap the kernel before, which is not the one that wrote
-        the logits (`Unbalanced`). They are read from L2, since L1 may hold an earlier layer's until this thread waits.
+        Every CTA of a cluster does so before it waits. The loads may overlap the kernel before, which did not write
+        the logits (`Unbalanced`). Logits are read from L2, since L1 may hold an earlier layer's before this wait.
         """
         token = lane % self.plan.tokens
         source = args.comb + Int64(first + token) * args.comb_stride
@@ -233,7 +233,7 @@ class HyperConnection(Products):
         return comb
 
     def write_comb(self, args: AnyArguments, comb: cute.Tensor, token: Int32) -> None:
-        """Writes comb."""
+        """Writes comb of a token to global memory."""
         out = args.out_comb + Int64(token) * (STREAMS * STREAMS * 4)
         for j in range(STREAMS):
             ptx.store_f32x4(out + j * 16, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))

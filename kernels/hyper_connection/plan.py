@@ -67,7 +67,7 @@ class Plan:
     experts: int = 0
     """Experts of a token whose rows are summed to `y`, or to this rank's part of it; 0 if `y` is given."""
     balances_ended: bool = False
-    """Whether comb of the sublayer that ends is `Unbalanced`: the warp that fetches fn balances it first."""
+    """Whether comb of the sublayer that ends is `Unbalanced`, so that the warp that fetches fn balances it."""
     balances: bool = True
     """Whether comb of the sublayer that begins is balanced; otherwise it is left `Unbalanced`."""
     reads_ahead: bool = False

@@ -26,7 +26,7 @@ def hc_pre(
 def _before_the_iteration(
     x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iterations: int
 ) -> tuple[Tensor, Tensor, Unbalanced]:
-    """`hc_pre` up to softmax."""
+    """`hc_pre` without softmax and Sinkhorn's iteration of comb."""
     n = x.shape[1]
     mix = _normalised_products(x, fn, norm_eps)
     pre = sigmoid(mix[:, :n] * scale[0] + base[:n]) + hc_eps
@@ -144,7 +144,7 @@ def _mixture(pre: Tensor, x: Tensor) -> Tensor:
 
 
 def balanced(comb: Tensor | Unbalanced) -> Tensor:
-    """comb itself, [T, n, n] fp32, after softmax and the iteration if it is `Unbalanced`."""
+    """comb, [T, n, n] fp32; an `Unbalanced` after softmax and Sinkhorn's iteration."""
     return _sinkhorn(comb.logits, comb.hc_eps, comb.iterations) if isinstance(comb, Unbalanced) else comb
 
 

@@ -50,8 +50,8 @@ class Streams(Parts):
 
         All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
         parts are awaited after that, run by run; `buffer` is the mailboxes'. With experts, the rows of a part are
-        loaded and added first, those of an output are loaded last. If comb is balanced in this launch, it is awaited
-        after all loads.
+        loaded and added first, those of an output are loaded last. If this launch balances comb of the sublayer that
+        ends, comb is awaited after all loads.
         """
         plan = self.plan
         if plan.ranks:
@@ -106,11 +106,11 @@ class Streams(Parts):
         return x
 
     def sync_all(self) -> None:
-        """Synchronises all threads of the CTA: mbarriers are set up, and comb is balanced."""
+        """Synchronises all threads of the CTA: then mbarriers are set up, and comb in shared memory is balanced."""
         cute.arch.barrier(barrier_id=1, number_of_threads=self.plan.cta_threads)
 
     def balanced_comb(self, shared: cutlass.Constexpr, token: Int32) -> Int32:
-        """The address of comb of the sublayer that ends, of a token of the group, in shared memory."""
+        """The address in shared memory of a token's comb, of the sublayer that ends."""
         return Int32(shared.comb.data_ptr().toint()) + token * (STREAMS * STREAMS * 4)
 
     def written_back(self, y: tuple, old: list, post: tuple, comb: list) -> list:

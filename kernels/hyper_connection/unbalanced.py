@@ -1,8 +1,8 @@
-"""comb of a sublayer before its iteration, which the boundary at the sublayer's end computes.
+"""comb before softmax and Sinkhorn's iteration, which the boundary at the end of the sublayer computes.
 
 Softmax and Sinkhorn's iteration are one chain of some 3,000 clocks, and nothing reads comb before the next boundary.
-So a boundary of few tokens leaves comb as it is, and the next one balances it while it waits for the launch before it
-and for the parts of other ranks. The bits are those of a balanced comb.
+So a boundary of few tokens leaves comb unbalanced, and the next boundary balances it while it waits for the launch
+before and for the parts of other ranks. Bits do not change.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 128
-"""Most tokens of a GPU kernel's call that takes or returns an `Unbalanced`."""
+"""The most tokens with which a GPU kernel takes or returns an `Unbalanced`."""
 
 
 @dataclass(frozen=True)
 class Unbalanced:
     """comb of a sublayer before softmax and Sinkhorn's iteration.
 
-    A GPU kernel reads `logits` before the launch before it has ended. So a launch of ours, or one without the attribute
-    of dependent launches, must lie between the one that writes them and the one that reads them
-    (`device.dependent_launch`, rule 1), as a sublayer's launches do.
+    The GPU kernel that balances `logits` reads them before the previous launch has ended. So another launch must lie
+    between the launch that writes `logits` and the launch that reads them, as a sublayer's launches do: a launch of
+    this package, or a launch without the attribute of dependent launches (`device.dependent_launch`, rule 1).
     """
 
     logits: Tensor  # [T, n, n] fp32

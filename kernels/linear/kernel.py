@@ -13,8 +13,8 @@ of many tokens processes the segments one after the other; and a tile of a clust
 CTA loads a quarter of the channels (`cluster`). All add the same numbers in the same order. `gpu.chosen` chooses
 the tile of a call.
 
-A tile of few tokens reads its weight ahead, before the launch before has ended (`Configuration.reads_ahead`, rule 1 of
-`dependent_launch`): the first stages by cp.async, and the rest into L2.
+A tile of few tokens reads its weight before the previous launch has ended (`Configuration.reads_ahead`, rule 1 of
+`dependent_launch`): cp.async copies the first stages, and the rest is fetched into L2.
 
 Tiles of weights and tokens are copied by cp.async into a ring of stages, with zeros for rows, tokens and channels that
 do not exist. A row of a stage is 128 bytes, with units of 16 bytes in the order of the 128-byte swizzle: unit u of row
@@ -44,8 +44,8 @@ UNITS = ROW_BYTES // 16
 WARP = 32
 MMA_ROWS, MMA_TOKENS = 16, 8
 MOST_FETCHED = 24 << 20
-"""Bytes of a weight that is fetched into L2 before the kernel before has ended: half of a Hopper's L2. A larger one
-would be evicted before it is read."""
+"""Most bytes of a weight that is fetched into L2 ahead, about half of a Hopper's L2: parts of a larger weight could be
+evicted before they are read."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Configuration:
     @property
     def reads_ahead(self) -> bool:
         """Whether the weight is read before the kernel before has ended. No kernel writes the weights of `linear_fp32`;
-        that of `grouped_linear` may have been expanded by the kernel before. Tiles of many tokens wait first: their
-        time does not depend on the first copies."""
+        the kernel before may have expanded the weight of `grouped_linear`. Tiles of many tokens wait first: their time
+        does not depend on the first copies."""
         of_few_tokens = self.tile.ctas > 1 or self.tile.at_once == SEGMENTS
         return self.fp32 and of_few_tokens and dependent_launch.is_on()
 
@@ -305,7 +305,8 @@ def side_by_side(
     weight_is_loaded: cutlass.Constexpr[bool],
 ) -> None:
     """Computes the sum of the warp's own segment. A stage has one chunk of each segment; the last segment is the
-    longest. The first stages may have the copies of their weight already, which no group has been committed with."""
+    longest. With `weight_is_loaded` the copies of the first stages' weight have been started, but not committed: they
+    complete with the first group."""
     longest = chunks - begin_of(SEGMENTS - 1, chunks)
     begin, end = begin_of(segment, chunks), begin_of(segment + 1, chunks)
     for i in cutlass.range_constexpr(tile.stages - 1):
@@ -339,7 +340,7 @@ def load_segments(
     weight: cutlass.Constexpr[bool] = True,
     tokens: cutlass.Constexpr[bool] = True,
 ) -> None:
-    """Starts the copies of a stage: the chunk with this number of each segment that has one."""
+    """Starts the copies of a stage: from each segment that has so many, the chunk with this number."""
     for segment in cutlass.range_constexpr(SEGMENTS):
         chunk, end = begin_of(segment, chunks) + number, begin_of(segment + 1, chunks)
         load(args, tile, place, chunk, end, thread, stage + segment * tile.segment_bytes, weight, tokens)
@@ -357,7 +358,7 @@ def load(
     weight: cutlass.Constexpr[bool] = True,
     tokens: cutlass.Constexpr[bool] = True,
 ) -> None:
-    """Starts the copies of a chunk of the tile's rows, then of its tokens; no copies from chunk `end` on."""
+    """Starts the copies of a chunk of the tile's rows, of its tokens, or of both; no copies from chunk `end` on."""
     unit, row = thread % UNITS, thread // UNITS
     channel = chunk * CHUNK + unit * 8
     if chunk < end:
@@ -375,7 +376,7 @@ def load(
 
 @cute.jit
 def fetch_weight(args: Arguments, tile: cutlass.Constexpr[Tile], place: Place, thread: Int32) -> None:
-    """Fetches the tile's rows into L2, a row a thread, unless L2 would not hold all rows of the weight."""
+    """Fetches the tile's rows into L2, a row a thread, if the whole weight has at most MOST_FETCHED bytes."""
     fits = Int64(args.num_rows) * Int64(args.channels) * 2 <= MOST_FETCHED
     row = place.first_row + thread
     if fits & (thread < tile.rows) & (row < args.num_rows):

@@ -1,8 +1,8 @@
-"""Items `tools`, `tool arguments` and `tool results`: calls that were asked for, and answers that use their results.
+"""Items `tools`, `tool arguments` and `tool results`: calls with given arguments, and answers that use their results.
 
-`tools` asks everyday questions, whose calls have words and small numbers. The arguments of `tool arguments` hold what
-breaks a parser: arrays, objects, and texts with quotes, tags, backslashes, line breaks, other scripts, or that look
-like numbers or JSON. A small model may make only the calls of `tools`. Half of the answers are streamed.
+`tools` asks everyday questions, whose calls have words and small numbers. The arguments of `tool arguments` can
+break a parser: arrays, objects, texts with quotes, tags, backslashes, line breaks and other scripts, and texts that
+look like numbers or JSON. A small model may make the calls of `tools` only. Half of the answers are streamed.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def check(server: Server, served: Served, plan: Plan) -> list[Result]:
 
 
 def _calls(name: str, served: Served, trips: list[Trip]) -> Result:
-    """The item of these calls."""
+    """The result of an item of calls."""
     faults = [trip.fault for trip in trips if trip.fault]
     leaks = [trip.leak for trip in trips if trip.leak]
     others = [trip.other for trip in trips if trip.other]

@@ -24,8 +24,8 @@ QUESTIONS = (
     ("What is the capital of France?", "paris"),
     ("Repeat this: river apple water", "river apple water"),
 )
-"""Plain questions, and what an answer to each holds as whole words. Like the questions of the other items they say
-nothing on the form of the answer, which a small model would not understand."""
+"""Plain questions, and the words that a right answer to each has. They do not prescribe the form of the answer, because
+a small model would not understand such an instruction."""
 
 
 class Weights(Enum):

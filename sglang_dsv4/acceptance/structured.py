@@ -105,8 +105,8 @@ def _ask(server: Server, index: int, seed: int) -> tuple[Answer | None, str, Any
 def check(server: Server, served: Served, plan: Plan) -> list[Result]:
     """The items: `json` is red if an answer is not JSON of its schema; `json values` if the values are others.
 
-    Since the schemas bound every value, an answer is endless only by white space between values, which JSON allows.
-    That is the model's doing: red for released weights, wrong values for others.
+    Since the schemas bound every value, only white space between values, which JSON allows, makes an answer endless.
+    The model writes it, not the server: `json` is red for released weights; for others the values count as wrong.
     """
     asked = server.together(lambda index: _ask(server, index, plan.seed), range(plan.documents))
     invalid, other, cut = [], [], []
@@ -139,7 +139,7 @@ def check(server: Server, served: Served, plan: Plan) -> list[Result]:
 
 
 def _values(served: Served, asked: int, wrong: list[str]) -> Result:
-    """The item `json values`, of answers that are JSON of their schema or cut, of which some are wrong."""
+    """The item `json values`: of `asked` answers, JSON of their schema or cut, those in `wrong` have other values."""
     if served.weights is Weights.RANDOM:
         return not_judged(VALUES, "random weights")
     if not asked:

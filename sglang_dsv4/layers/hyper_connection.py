@@ -70,7 +70,7 @@ class HyperConnection(nn.Module):
         fp8 = self.quantises and rows.is_whole  # other rows are gathered in bf16, and quantised after that
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
         streams, output, post, comb = pending
-        form = {"fp8": fp8, "balances": len(streams) > MOST_TOKENS}  # else the next boundary balances comb
+        form = {"fp8": fp8, "balances": len(streams) > MOST_TOKENS}  # otherwise the next boundary balances comb
         if output is None:
             made = hc_enter(streams, *coefficients, **form)
         elif isinstance(output, Part):

@@ -82,7 +82,7 @@ def test_ours_must_not_be_further_from_the_trained_model_than_the_builtin() -> N
 
 
 def test_tables_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order of the configurations; a table of other inputs is refused."""
+    """Rows are in the order of the configurations; a table of other inputs is refused."""
 
     def file(name: str, inputs: str, *rows: dict[str, Any]) -> str:
         (tmp_path / name).write_text(json.dumps({"inputs": inputs, "rows": rows}))

@@ -97,7 +97,7 @@ def test_a_table_that_fails_ends_the_stage_of_quality_with_its_status(tmp_path: 
 
 
 def test_quality_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows but the ones of four ranks."""
+    """All rows except the rows of four ranks."""
     monkeypatch.setenv("GPUS", "2")
     tables = [words[1:] for words in commands("quality", tmp_path)[1] if words[0].endswith("quality_table.py")]
     chosen = [quality_table.parser().parse_args(words) for words in tables[:-1]]

@@ -218,7 +218,7 @@ def test_the_benchmarks_chain(kernel: str) -> None:
 def test_a_graph_of_early_launches_has_the_same_bits(
     kernel_on_gpu: Callable[[str], str], tokens: int, balances: bool
 ) -> None:
-    """Replayed many times: a kernel that reads before it waits is wrong only sometimes. Boundaries balance comb
-    themselves, or read ahead and balance what the one before has left."""
+    """Replayed many times: a kernel that reads before it waits is wrong only sometimes. Boundaries balance their
+    own comb, or read ahead and balance the comb that the boundary before has left."""
     device = torch.device("cuda")
     check_chain(Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")), balances)

@@ -1,7 +1,7 @@
 """Prefill and decode on two GPUs of a host, against one server: bit for bit under the deterministic flag.
 
-NIXL transfers where it is installed, else Mooncake over TCP, else host memory and sockets (`tests/lib/gpu_sockets`),
-which is slow: then the printed times compare servers, not transports.
+NIXL transfers where it is installed, else Mooncake over TCP. Without either, transfers go through host memory and
+sockets (`tests/lib/gpu_sockets`), which is slow: then the printed times compare servers, not transports.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     drafts = {"dspark_markov_rank": 32, "dspark_target_layer_ids": (0, 1, 2)} if kind == "DSPARK" else {}
     write_checkpoint(folder / "model", replace(SHAPE, **drafts))
     flags = (*FLAGS, "--enable-deterministic-inference", "--enable-metrics", *KINDS[kind])
-    # Each server sees both GPUs, its own one first: CUDA IPC, by which NIXL copies, opens the memory of visible GPUs.
+    # Each server sees both GPUs, its own first: NIXL copies by CUDA IPC, which opens the memory of visible GPUs only.
     env, other = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "1,0"}
     pair_flags = flags
     if importlib.util.find_spec("nixl") is not None:

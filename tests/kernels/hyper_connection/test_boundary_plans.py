@@ -45,7 +45,7 @@ def test_which_plan_on_blackwell() -> None:
 
 
 def test_which_plans_leave_comb() -> None:
-    """Up to 128 tokens all functions of a forward leave comb, or read what was left; with more tokens none."""
+    """Up to 128 tokens the plans of a forward leave and read an unbalanced comb; with more tokens none does."""
     for rows, post in ((24, True), (24, False), (4, True)):
         for tokens in (1, 128, 129):
             plan = gpu.served(gpu.chosen(tokens, 4096, rows, post, False), tokens)

@@ -1,4 +1,4 @@
-"""Boundaries that leave comb to the next one, which balances it, in the emulator and on a GPU: the same bits."""
+"""Boundaries that leave comb to the next boundary have the bits of balanced combs, in the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kernel(request: pytest.FixtureRequest, compiled_here: None) -> str:
 
 
 def unbalanced(i: Inputs) -> Inputs:
-    """The same inputs with comb before its iteration."""
+    """The same inputs with comb before softmax and Sinkhorn's iteration."""
     return i._replace(comb=Unbalanced(8 * i.comb, HC_EPS, ITERATIONS))
 
 
@@ -60,7 +60,7 @@ def launched(
     with emulated(checks=Checks.strict(), arch=ARCH[kernel], **options) as device:
         use_in_place(device, *in_place)
         device.memory.constant(i.fn)
-        if isinstance(i.comb, Unbalanced) and comb_is_constant:  # written before the launch before
+        if isinstance(i.comb, Unbalanced) and comb_is_constant:  # written before the previous launch
             device.memory.constant(i.comb.logits)
         made = gpu.run(kernel, "test", rows, *arguments, tokens=tokens, **form)
     assert len(device.reports) == 1 and not device.reports[0].warnings
@@ -100,7 +100,7 @@ def test_the_references_balance_it_later() -> None:
     ],
 )
 def test_the_bits_of_a_balanced_comb(kernel: str, num_tokens: int, tokens: int, interleaved: bool) -> None:
-    """Token groups of every size, full and not: what is left and what is read, by all functions."""
+    """Token groups of every size, full and partly full: all functions that leave comb, and all that read it."""
     form = {"tokens": tokens, "interleaved": interleaved}
     first, i = inputs(num_tokens, DIM, seed=num_tokens), inputs(num_tokens, DIM, seed=num_tokens + 50)
     wanted, left = (launched(kernel, first, balances=b, **form) for b in (True, False))
@@ -148,7 +148,7 @@ def test_bits_do_not_depend_on_the_batch(kernel: str) -> None:
 def test_it_is_balanced_while_parts_travel(
     on: str, ranks: int, num_tokens: int, tokens: int | None, of_experts: bool
 ) -> None:
-    """On all ranks the bits of a boundary of the sum, with an unbalanced and with a balanced comb."""
+    """On all ranks the bits of a boundary of the summed parts, whose comb is unbalanced, too."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     parts = [expert_rows(num_tokens, DIM, torch.bfloat16, seed) for seed in range(ranks)] if of_experts else []
     call = Boundary(on, ranks, num_tokens, tokens, fp8=True, parts=parts, unbalanced=True)
@@ -184,8 +184,8 @@ def test_large_logits_saturate(kernel: str) -> None:
 
 
 def test_it_may_begin_early(kernel: str) -> None:
-    """Before the wait it reads fn and the logits only; in machine code, too, the warp that balances loads them before
-    its wait, which is the last one."""
+    """Before the wait the kernel reads fn and the logits only; in machine code, too, the warp that balances comb loads
+    the logits before its wait, which is the last wait."""
     from lib.cubin import opcodes
     from ptx_emulator import emulated
 
@@ -277,8 +277,8 @@ def test_the_models_widths(arch: str, d: int) -> None:
 @pytest.mark.parametrize("d", [4096, 7168])
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 16, 17, 64, 128])
 def test_the_gpu_balances_it_later(kernel_on_gpu: Callable[[str], str], num_tokens: int, d: int) -> None:
-    """A chain of boundaries with a dependent launch between two of them, as in a forward: eager, and in a graph that is
-    replayed with other inputs, the bits of balanced combs."""
+    """A chain of boundaries with a dependent launch between any two, as in a forward, has the bits of balanced combs:
+    eager, and in a graph that is replayed with other inputs."""
     kernel = kernel_on_gpu("hc_boundary")
     sublayers = [inputs(num_tokens, d, seed=num_tokens + n).to("cuda") for n in range(6)]
 

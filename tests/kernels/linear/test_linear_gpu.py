@@ -80,7 +80,7 @@ def product(
 
     shape = (x.shape[0], *weight.shape[:2])
     out = strided(torch.zeros(shape, dtype=dtype), 1, 2, 4 if tile is not None and "wgmma" in tile else 3)
-    # Tiles of few tokens read the weight of `linear_fp32`, whose results are fp32, before the kernel before has ended.
+    # Tiles of few tokens read the weight of `linear_fp32`, whose results are fp32, before the previous kernel ends.
     constant = (weight,) if dtype == torch.float32 else ()
     with emulated_row_kernel(kernel, constant=constant, **options):
         gpu.run(kernel, "a test", x, weight, out, tile_named(tile))

@@ -376,7 +376,7 @@ def figures_of(row: dict[str, Any]) -> list[str]:
 
 
 def acceptance() -> str:
-    """The verdict and the summary of each item; of an item that two runs have, the later one."""
+    """The verdict and the summary of each item; if two runs have an item, the later run's."""
     items = {item["name"]: item for run in load("acceptance_cpu")["runs"] for item in run["items"]}
     rows = ([f"`{name}`", item["verdict"], item["summary"]] for name, item in items.items())
     return markdown(("item", "verdict", "summary"), rows)

@@ -41,7 +41,7 @@ class Boundary:
     parts: list[Tensor | ExpertRows] = field(default_factory=list)
     """[rank] of the rank; random if none are given."""
     unbalanced: bool = False
-    """Whether comb is given and left before its iteration; results have its logits."""
+    """Whether comb is given and returned before softmax and Sinkhorn's iteration; results have its logits."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -55,7 +55,7 @@ class Boundary:
 
     @property
     def constants(self) -> list[Tensor]:
-        """Tensors that were complete before the launch before."""
+        """Tensors that were complete before the previous launch."""
         return [self.inputs.fn, *([self.inputs.comb] if self.unbalanced else [])]
 
     def with_parts(self, parts: list[Tensor] | list[ExpertRows]) -> Boundary:

@@ -98,7 +98,7 @@ def boundary(device: torch.device) -> Call:
 
 
 def boundary_of_few(device: torch.device) -> Call:
-    """A boundary that balances the comb before it and leaves its own."""
+    """A boundary that balances the previous boundary's comb and leaves its own unbalanced."""
     made = boundary_inputs(TOKENS, 4096).to(device)
     made = made._replace(comb=Unbalanced(8 * made.comb, HC_EPS, ITERATIONS))
 

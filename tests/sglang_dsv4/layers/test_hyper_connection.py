@@ -1,4 +1,4 @@
-"""Sublayers of few tokens leave comb to the next boundary: bits do not change."""
+"""Sublayers of few tokens leave comb to the next boundary, and bits do not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORM = SimpleNamespace(weight=torch.ones(1024), eps=1e-6)
 
 @pytest.mark.parametrize("tokens", [1, MOST_TOKENS, MOST_TOKENS + 1])
 def test_few_tokens_leave_comb(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entering, two boundaries, the streams of a stage and the head: all read what the sublayer before has left."""
+    """Two boundaries, the streams of a stage and the head read the comb that the sublayer before has left."""
     sublayers, head = [HyperConnection(CONFIG) for _ in range(3)], HyperConnectionHead(CONFIG)
     generator = torch.Generator().manual_seed(tokens)
     for parameter in (parameter for module in (*sublayers, head) for parameter in module.parameters()):
