@@ -18,7 +18,7 @@
 #   long        one prompt of 256K tokens; the built-in with context parallelism
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
-#   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile
+#   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile, the chain of row kernels
 #   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in; on two GPUs with
 #               GPUS=2, without the rows of four ranks
 #
@@ -87,6 +87,7 @@ kernels)
     for name in hyper_connection invariant_linear; do
         timeout "$seconds" python3 "benchmarks/bench_$name.py" --sweep --out "$folder/$name.json" || exit
     done
+    timeout "$seconds" python3 benchmarks/bench_row_kernels.py --chain --out "$folder/row_kernels.json"
     ;;
 quality)
     export PYTHONPATH="tests/lib:benchmarks:${PYTHONPATH:-}" OMP_NUM_THREADS=8

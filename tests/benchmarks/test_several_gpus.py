@@ -61,7 +61,7 @@ def test_every_command_is_accepted(stage: str, tmp_path: Path, monkeypatch: pyte
                 assert determinism_gpu.parser().parse_args(words[1:]).tp == 4
             case "bench_disaggregation.py":
                 assert bench_disaggregation.parser().parse_args(words[1:]).backend == "nixl"
-            case "bench_hyper_connection.py" | "bench_invariant_linear.py" as name:
+            case "bench_hyper_connection.py" | "bench_invariant_linear.py" | "bench_row_kernels.py" as name:
                 flags = [word for word in words if word.startswith("--")]
                 assert flags and all(f'"{flag}"' in SCRIPT.with_name(name).read_text() for flag in flags)
             case "quality_table.py":
