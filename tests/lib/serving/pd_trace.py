@@ -3,7 +3,8 @@
     PYTHONPATH=tests/lib python -m serving.pd_trace [--requests 5000] [--seed 1] [--kills 6] [--minutes M]
         [--out FILE.json] [-- flags of all servers]
 
-The flags may give each server ranks with requests of their own, for example `--dp-size 2`.
+The flags may give each server ranks with requests of their own, for example `--dp-size 2`, or drafts, for example
+`--speculative-algorithm DSPARK`.
 
 One server answers every case first, outside the trace. In the trace each answer must have the same bits, tokens and
 log-probabilities; an aborted request's answer must be a beginning of it. In the end both servers must be idle and hold
@@ -51,6 +52,8 @@ SHAPE = replace(
     n_routed_experts=4,
     moe_intermediate_size=128,
 )
+WITH_DSPARK = replace(SHAPE, compress_ratios=(0, 4, 128, 4), dspark_markov_rank=32, dspark_target_layer_ids=(0, 1, 2))
+"""A DSPARK draft needs four layers."""
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
 DECODE = ("--disaggregation-decode-enable-radix-cache",)
 PATIENCE = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "200"}
@@ -126,10 +129,11 @@ def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(10, 990) for _ in range(count))
 
 
-def drawn_sampling(rng: random.Random) -> tuple[tuple[str, Any], ...]:
+def drawn_sampling(rng: random.Random, drafts: bool) -> tuple[tuple[str, Any], ...]:
+    """Draw parameters that one server and two answer alike: with drafts, a seed is refused."""
     tokens = ("max_new_tokens", rng.choice((1, 2, 4, 8, 16)))
     kind = rng.random()
-    if kind < 0.6:
+    if kind < 0.6 or (drafts and kind < 0.8):
         return (tokens,)
     if kind < 0.8:
         return (tokens, ("temperature", 0.8), ("sampling_seed", rng.randrange(1000)))
@@ -144,7 +148,9 @@ def ask(url: str, case: Case, rid: str) -> Answer:
     return answer_of(response.json())
 
 
-def answered_cases(one: Server, rng: random.Random, singles: int, conversations: int) -> dict[Case, Answer]:
+def answered_cases(
+    one: Server, rng: random.Random, singles: int, conversations: int, drafts: bool
+) -> dict[Case, Answer]:
     """Return cases with the answers of one server: single prompts, and conversations of three turns, some of which stop
     at a token that the answer has at a place from the first to the last."""
 
@@ -153,7 +159,7 @@ def answered_cases(one: Server, rng: random.Random, singles: int, conversations:
 
     def single(seed: int) -> list[tuple[Case, Answer]]:
         own = random.Random(seed)
-        case = Case(drawn(own, own.choice(LENGTHS)), drawn_sampling(own))
+        case = Case(drawn(own, own.choice(LENGTHS)), drawn_sampling(own, drafts))
         found = [(case, answered(case))]
         if own.random() < 0.2:
             case = case._replace(sampling=(*case.sampling, ("stop_token_ids", (own.choice(found[0][1].tokens),))))
@@ -434,11 +440,12 @@ def run(
     folder: Path, count: int, kills: int, seed: int, flags: tuple[str, ...] = (), minutes: float = math.inf
 ) -> dict[str, Any]:
     """Run a trace; return the report as a dict: `outcomes`, `wrong`, and `held` by each side in the end."""
-    checkpoint, rng = folder / "model", random.Random(seed)
-    write_checkpoint(checkpoint, SHAPE)
+    checkpoint, rng, drafts = folder / "model", random.Random(seed), "--speculative-algorithm" in flags
+    write_checkpoint(checkpoint, WITH_DSPARK if "DSPARK" in flags else SHAPE)
     begin = time.monotonic()
     with server_at(free_port(), checkpoint, folder / "one", (*FLAGS, *flags, SLEEP_ON_IDLE), ENV) as one:
-        answers = answered_cases(one, rng, singles=min(120, 10 + count // 10), conversations=min(20, 2 + count // 50))
+        singles, conversations = min(120, 10 + count // 10), min(20, 2 + count // 50)
+        answers = answered_cases(one, rng, singles, conversations, drafts)
     asked_s = time.monotonic() - begin
     with ExitStack() as stack:
         sides = Sides(stack, checkpoint, folder, flags)
