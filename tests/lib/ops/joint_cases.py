@@ -77,15 +77,16 @@ def fp8(sizes: tuple[int, int, int], seed: int, kernel: str, device: torch.devic
     return lambda: [linear_fp8(*o, impl=kernel)], o[2:]
 
 
-def bf16(tokens: int, rows: int, channels: int, kernel: str, device: torch.device) -> Call:
-    """A product in fp32."""
+def bf16(tokens: int, rows: int, channels: int, kernel: str, device: torch.device) -> tuple[Call, list[Tensor]]:
+    """A product in fp32 of bf16 operands, and its weight."""
     x, weight = (normal(n, channels, seed=n, device=device).bfloat16() for n in (tokens, rows))
-    return lambda: [linear_fp32(x, weight, impl=kernel)]
+    return lambda: [linear_fp32(x, weight, impl=kernel)], [weight]
 
 
 def latents(s: Sizes, tokens: int, kernel: str, device: torch.device) -> Case:
-    first, weights = fp8((tokens, s.latents, s.hidden), 1, kernel, device)
-    return Case([first, bf16(tokens, s.projected, s.hidden, kernel, device)], [], weights)
+    first, a = fp8((tokens, s.latents, s.hidden), 1, kernel, device)
+    second, b = bf16(tokens, s.projected, s.hidden, kernel, device)
+    return Case([first, second], [], [*a, *b])
 
 
 def queries(s: Sizes, tokens: int, kernel: str, device: torch.device) -> Case:
@@ -96,8 +97,9 @@ def queries(s: Sizes, tokens: int, kernel: str, device: torch.device) -> Case:
 
 
 def gate(s: Sizes, tokens: int, kernel: str, device: torch.device) -> Case:
-    second, weights = fp8((tokens, 2 * s.channels, s.hidden), 4, kernel, device)
-    return Case([bf16(tokens, s.experts, s.hidden, kernel, device), second], [], weights)
+    first, a = bf16(tokens, s.experts, s.hidden, kernel, device)
+    second, b = fp8((tokens, 2 * s.channels, s.hidden), 4, kernel, device)
+    return Case([first, second], [], [*a, *b])
 
 
 def rows(kind: str, s: Sizes, tokens: int, kernel: str, device: torch.device) -> Case:
