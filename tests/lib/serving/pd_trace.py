@@ -43,15 +43,8 @@ from serving.server import READY_TIMEOUT_S, SLEEP_ON_IDLE, TAILS, Server, free_p
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 # Few layers and heads: a trace is about requests.
-SHAPE = replace(
-    PRESETS["tiny"],
-    compress_ratios=(4, 128),
-    num_attention_heads=2,
-    o_groups=1,
-    index_n_heads=2,
-    n_routed_experts=4,
-    moe_intermediate_size=128,
-)
+SHAPE = replace(PRESETS["tiny"], compress_ratios=(4, 128), num_attention_heads=2, o_groups=1, index_n_heads=2)
+SHAPE = replace(SHAPE, n_routed_experts=4, moe_intermediate_size=128)
 WITH_DSPARK = replace(SHAPE, compress_ratios=(0, 4, 128, 4), dspark_markov_rank=32, dspark_target_layer_ids=(0, 1, 2))
 """A DSPARK draft needs four layers."""
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
