@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 from lib import serve_load, servers, transfer_rate
 from lib.http_client import new_session
-from lib.transfer_engines import ENGINES
+from lib.transfer_engines import ENGINES, visible_gpus
 from lib.versions import versions
 
 WORKS = ("transfer", "serve")
@@ -146,15 +146,6 @@ def started(contender: str, args: argparse.Namespace) -> Iterator[Callable[[obje
             decode = starting.submit(one_side, 1, "decode")
             urls = one_side(0, "prefill"), decode.result()
         yield lambda session: PairClient(session, urls, bootstrap)
-
-
-def visible_gpus(number: int) -> str:
-    """Return what CUDA_VISIBLE_DEVICES must be for one of the first two GPUs that this process sees.
-
-    The other one follows: CUDA IPC, by which NIXL copies, opens the memory of GPUs that the process sees.
-    """
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
-    return f"{visible[number]},{visible[1 - number]}"
 
 
 def engine(backend: str) -> str:

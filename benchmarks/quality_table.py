@@ -102,9 +102,9 @@ def configurations(gpus: int, only: Sequence[str] | None) -> list[Configuration]
     return wanted if wanted[0] is offered[0] else [offered[0], *wanted]
 
 
-def in_order(rows: Iterable[dict[str, Any]], gpus: int) -> list[dict[str, Any]]:
-    """The rows in the order of the configurations."""
-    order = {each.name: number for number, each in enumerate(ON_GPUS if gpus else ON_A_CPU)}
+def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows in the order of the configurations; no configuration of a CPU has the name of one of GPUs."""
+    order = {each.name: number for number, each in enumerate((*ON_A_CPU, *ON_GPUS))}
     return sorted(rows, key=lambda row: order.get(row["name"], len(order)))
 
 
@@ -120,7 +120,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
         if other:
             raise ValueError(f"{file} and {files[0]} differ in {', '.join(other)}")
     rows = {row["name"]: row for result in reversed(results) for row in result["rows"]}
-    return {**results[0], "rows": in_order(rows.values(), gpus=1)}
+    return {**results[0], "rows": in_order(rows.values())}
 
 
 def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
                 "text_tokens": TEXT_TOKENS,
                 "top": TOP,
                 "versions": versions(),
-                "rows": in_order(rows.values(), chosen.gpus),
+                "rows": in_order(rows.values()),
             }
             if chosen.out is not None:
                 chosen.out.write_text(json.dumps(result, indent=1) + "\n")

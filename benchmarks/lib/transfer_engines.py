@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import uuid
 from collections.abc import Callable
 from typing import Protocol
@@ -98,6 +99,15 @@ class Nixl:
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
         return 0 if state == "DONE" else 1
+
+
+def visible_gpus(number: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must be for one of the first two GPUs that this process sees.
+
+    The other one follows: CUDA IPC, by which NIXL copies, opens the memory of GPUs that the process sees.
+    """
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    return f"{visible[number]},{visible[1 - number]}"
 
 
 ENGINES: dict[str, Callable[[str], Engine]] = {"mooncake_tcp": Mooncake, "nixl": Nixl}

@@ -322,14 +322,14 @@ SIX_LAYERS = replace(FLASH, layers=(0, 0, 4, 128, 4, 128))
 
 def steps() -> Iterator[tuple[str, float, Forward]]:
     """Yield (name, measured microseconds, forward): busy time of six layers on one GPU; wall time of all on four."""
-    joint = {"unbalanced": False, "gate_ahead": False}
+    older = {"unbalanced": False, "gate_ahead": False}
     for name in ("serve_ab_torch_2_14_h200", "serve_ab_h200"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
         for row in document["rows"]:
             if row["metric"] != "busy_us_per_step":
                 continue
             if row["work"] == "decode":
-                f = Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **joint)
+                f = Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **older)
                 yield f"six layers, {row['requests']} requests, busy ({name})", row["ours"], f
             else:
                 f = Forward(SIX_LAYERS, 8192, 36_864, prefill=True)  # eight chunks of 64K: their mean context
@@ -339,16 +339,18 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
         switches = row["switches"]
         if switches.get("SGLANG_DSV4_WO_A") == "both" and switches.get("SGLANG_DSV4_SIDE_STREAM") == "on":
             name = f"six layers, {row['requests']} requests, busy (step_switches_h200)"
-            yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **joint)
-    alone = {"parts": False, "of_few": False, "expert_rows": False} | joint
-    for name, of_ours, how in (("variants_", "ours+our_all_reduce", alone), ("", "ours", joint)):
+            yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **older)
+    alone = {"parts": False, "of_few": False, "expert_rows": False} | older
+    for name, of_ours, about, how in (
+        ("variants_", "ours+our_all_reduce", "each launch alone", alone),
+        ("", "ours", "as served", older),
+    ):
         document = json.loads((RESULTS / f"serve_ab_{name}h200_x4.json").read_text())
         found = {
             row["requests"]: row["ours"]
             for row in document["rows"]
             if row["work"] == "decode" and row["metric"] == "tok_s" and row["of_ours"] == of_ours
         }
-        about = "each launch alone" if how is alone else "as served"
         for requests, tok_s in found.items():
             f = Forward(FLASH, requests, 4608, 4, **how)
             yield f"43 layers on four GPUs, {requests} requests, {about}, wall", 1e6 * requests / tok_s, f

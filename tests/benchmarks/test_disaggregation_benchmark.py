@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import requests
-from bench_disaggregation import PairClient, engine, visible_gpus
+from bench_disaggregation import PairClient, engine
 from lib import transfer_rate
+from lib.transfer_engines import visible_gpus
 from serving import pd_trace
 from serving.pair import needs_nixl
 

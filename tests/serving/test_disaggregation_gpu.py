@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import requests
 import torch
+from lib.transfer_engines import visible_gpus
 from serving.pair import NIXL, Served, running_pair
 from serving.server import flush, output_logprobs, running_server
 from serving.small_release import FLAGS, SHAPE
@@ -41,8 +42,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     drafts = {"dspark_markov_rank": 32, "dspark_target_layer_ids": (0, 1, 2)} if kind == "DSPARK" else {}
     write_checkpoint(folder / "model", replace(SHAPE, **drafts))
     flags = (*FLAGS, "--enable-deterministic-inference", "--enable-metrics", *KINDS[kind])
-    # Each server sees both GPUs, its own first: NIXL copies by CUDA IPC, which opens the memory of visible GPUs only.
-    env, other = {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "1,0"}
+    env, other = ({"CUDA_VISIBLE_DEVICES": visible_gpus(number)} for number in (0, 1))
     pair_flags = flags
     if importlib.util.find_spec("nixl") is not None:
         pair_flags = (*flags, *NIXL)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.boundaries_in_emulator import Boundary, check, group
+from ops.boundaries_in_emulator import Boundary, check, check_schedules
 from ops.early_launches import a_missing_wait_is_noticed, launched_early
 from ops.hyper_connection_cases import HC_EPS, ITERATIONS, NORM_EPS, Inputs, expert_rows, inputs
 from ops.memory_layout import far_apart, last_of_many, use_in_place
@@ -104,12 +104,7 @@ def test_a_part_is_a_sum_over_experts(on: str, ranks: int, num_tokens: int, toke
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     parts = [expert_rows(num_tokens, DIM, dtype, seed) for seed in range(ranks)]
     call = Boundary(on, ranks, num_tokens, tokens, dtype, True, parts=parts)
-    expected = call.of_the_sum()
-    for schedule in ("late", "random"):
-        with group(on, ranks, call, schedule=schedule) as made:
-            for results in made.results([call] * 3):
-                check(expected, results)
-            assert made.is_empty()
+    check_schedules(on, ranks, call)
 
 
 def test_rows_beyond_32_bits(kernel: str) -> None:

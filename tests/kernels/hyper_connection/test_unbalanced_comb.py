@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ops.attention_launch import delete_synchronisation
-from ops.boundaries_in_emulator import Boundary, check, group
+from ops.boundaries_in_emulator import Boundary, check, check_schedules
 from ops.early_launches import ACCESSES, WAIT, a_missing_wait_is_noticed, launched_early
 from ops.hyper_connection_cases import HC_EPS, ITERATIONS, NORM_EPS, Inputs, exact_logits, expert_rows, inputs
 from ops.memory_layout import far_apart, use_in_place
@@ -152,12 +152,7 @@ def test_it_is_balanced_while_parts_travel(
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
     parts = [expert_rows(num_tokens, DIM, torch.bfloat16, seed) for seed in range(ranks)] if of_experts else []
     call = Boundary(on, ranks, num_tokens, tokens, fp8=True, parts=parts, unbalanced=True)
-    expected = call.of_the_sum()
-    for schedule in ("late", "random"):
-        with group(on, ranks, call, schedule=schedule) as made:
-            for results in made.results([call] * 3):
-                check(expected, results)
-            assert made.is_empty()
+    check_schedules(on, ranks, call)
 
 
 def test_rows_may_lie_apart(kernel: str) -> None:

@@ -120,3 +120,13 @@ def check(expected: tuple[Tensor, ...], results: Sequence[tuple[Tensor, ...] | N
         assert of_rank is not None
         for found, wanted in zip(of_rank, expected, strict=True):
             assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def check_schedules(on: str, ranks: int, call: Boundary) -> None:
+    """Check that three calls in a row have the bits of the boundary of the sum on every rank, in two schedules."""
+    expected = call.of_the_sum()
+    for schedule in ("late", "random"):
+        with group(on, ranks, call, schedule=schedule) as made:
+            for results in made.results([call] * 3):
+                check(expected, results)
+            assert made.is_empty()
