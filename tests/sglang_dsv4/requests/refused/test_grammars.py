@@ -94,6 +94,13 @@ class Rank:
         for request in requests:
             self.manager.process_req_with_grammar(request)
 
+    def begin(self, *requests: Request) -> None:
+        """Take requests, and wait until threads compile their grammars: a compilation without a thread is dropped with
+        its request."""
+        before = self.backend.compiled.total()
+        self.take(*requests)
+        wait_until(lambda: self.backend.compiled.total() == before + len(requests))
+
     def run(self, *requests: Request) -> int:
         """Do rounds until the requests have left the queue; returns the number of rounds."""
         begin, rounds = time.monotonic(), 0
@@ -181,7 +188,7 @@ def test_slow_grammars_leave_threads_to_others() -> None:
     rank = Rank(Backend(4, *slow))
     known, _ = rank.ask("known")
     assert not known.reason
-    rank.take(*[Request(text, text) for text in slow[:2]])
+    rank.begin(*[Request(text, text) for text in slow[:2]])
     rank.manager.abort_requests(SimpleNamespace(abort_all=False, rid="slow1"))
     rank.run(*rank.manager.grammar_queue)
     refused, rounds = rank.ask("new")
@@ -211,10 +218,13 @@ def test_what_is_compiled_too_late_is_not_kept_without_end(monkeypatch: pytest.M
     monkeypatch.setattr(grammars, "MOST_KEPT", 2)
     rank = Rank(Backend(2, "0", "1", "2", "3"))
     for text, event in rank.backend.slow.items():
-        assert rank.ask(text)[0].reason
+        request = Request(text)
+        rank.begin(request)
+        rank.run(request)
+        assert request.reason
         event.set()
         wait_until(lambda: not beyond(rank))
-    rank.ask("0")
+    rank.begin(Request("0"))
     assert rank.backend.compiled == {"0": 2, "1": 1, "2": 1, "3": 1}
 
 
