@@ -2,7 +2,7 @@
 
 A window is served in chunks and, at its end, by decode steps; its KL to the reference is the mean over positions. In
 fp32 without quantisers every log-probability may be off by `TOLERANCE`. In bf16 with the release's quantisers the mean
-KL may be twice that of the reference in bf16. `tests/serving/test_figures.py` measures servers in every configuration.
+KL may be twice that of the reference in bf16. `tests/serving/test_quality.py` measures servers in every configuration.
 """
 
 from __future__ import annotations
