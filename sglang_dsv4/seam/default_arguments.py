@@ -98,8 +98,8 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 def drafts_of_eagle(arguments: Any) -> dict[str, int]:  # arguments: ServerArgs, or SGLang's view of it
     """The numbers of drafts that `--speculative-algorithm EAGLE` needs and its user did not set: field -> value.
 
-    SGLang would choose the same three numbers, but for DeepSeek-V4 it first asserts that the user gave the top-k. Of the
-    steps and the draft tokens of a verify step, one follows from the other.
+    SGLang would choose the same three numbers, but for DeepSeek-V4 it first asserts that the user gave the top-k. From
+    the number of steps follows that of a verify step's draft tokens, and the other way round.
 
     Raises:
         ValueError: a verify step would have no draft.
