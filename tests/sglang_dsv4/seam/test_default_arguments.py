@@ -161,6 +161,25 @@ def test_runners_for_blackwell_may_be_named_there(
             refuse(given, as_given=True)
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
+def test_gpus_that_have_kernels_are_served(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    refuse_unsupported_arguments(arguments(device="cuda"), CONFIG)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=str)
+def test_other_gpus_are_refused_by_name(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers there computed every op by its definition in PyTorch, and said only that CUDA graphs are off."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX PRO 6000")
+    number = f"{capability[0]}\\.{capability[1]}"
+    with pytest.raises(ValueError, match=rf"no kernels for NVIDIA RTX PRO 6000 .*{number}.* H100, H200.* B200, B300"):
+        refuse_unsupported_arguments(arguments(device="cuda"), CONFIG)
+    refuse_unsupported_arguments(arguments(device="cpu"), CONFIG)
+
+
 def test_ranks_that_cannot_share_the_model_are_refused_in_the_launcher(resolved: Callable[..., Any]) -> None:
     """The checkpoint has two output groups, and 256 channels of the shared expert in two blocks."""
     resolved(tp_size=2, attn_dp_size=2)
