@@ -8,6 +8,7 @@ global memory. `lib/handover.py` is that chain without arithmetic: every CTA rea
 of V4-Flash, and writes its share of the next one.
 
     launches   each phase is a launch that begins early, as in our graphs
+    ahead      the same, but a phase takes the words of the row before it waits for the launch before
     counters   one launch; a counter for each phase, by release and acquire
     words      one launch; each word says itself that it has arrived, as in our sums over ranks
 

@@ -31,6 +31,9 @@ class Way(Enum):
 
     LAUNCHES = "launches"
     """Each phase is a launch that begins early and waits (`dependent_launch`)."""
+    AHEAD = "ahead"
+    """Each phase is a launch that lets the next one begin at once, takes the words of the row as they arrive, and waits
+    for the launch before only when it has stored its own."""
     WORDS = "words"
     """One launch; a word that is not EMPTY says itself that it has arrived (`peer_words`)."""
     COUNTERS = "counters"
@@ -71,7 +74,7 @@ class Arguments(NamedTuple):
 def launch(args: Arguments, shape: cutlass.Constexpr[Shape], stream: cuda.CUstream) -> None:
     """Launches the CTAs of one or of all phases. CTAs that wait for each other are launched cooperatively, so that all
     are resident."""
-    waits = shape.way is not Way.LAUNCHES
+    waits = shape.way in (Way.WORDS, Way.COUNTERS)
     kernel(args, shape).launch(
         grid=[shape.ctas, 1, 1],
         block=[shape.vectors, 1, 1],
@@ -89,6 +92,8 @@ def kernel(args: Arguments, shape: cutlass.Constexpr[Shape]) -> None:
     partial = memory.allocate_array(Int32, num_elems=shape.vectors // WARP)
     if cutlass.const_expr(shape.way is Way.LAUNCHES):
         dependent_launch.begin()
+    if cutlass.const_expr(shape.way is Way.AHEAD):
+        cute.arch.griddepcontrol_launch_dependents()
     row_bytes, share = shape.vectors * VECTOR_BYTES, shape.vectors // shape.ctas
     for phase in cutlass.range(shape.phases, unroll=1):
         row = args.rows + Int64(phase) * row_bytes
@@ -100,7 +105,7 @@ def kernel(args: Arguments, shape: cutlass.Constexpr[Shape]) -> None:
                 cute.arch.sync_threads()
         words = cute.make_rmem_tensor((4,), Uint32)
         load(words, row + thread * VECTOR_BYTES)
-        if cutlass.const_expr(shape.way is Way.WORDS):
+        if cutlass.const_expr(shape.way in (Way.AHEAD, Way.WORDS)):
             while peer_words.empties([words[i] for i in range(4)]) != 0:
                 load(words, row + thread * VECTOR_BYTES)
         total = sum_over_cta(words[0] + words[1] + words[2] + words[3], Int32(partial.toint()), thread, shape.vectors)
@@ -112,6 +117,8 @@ def kernel(args: Arguments, shape: cutlass.Constexpr[Shape]) -> None:
         if cutlass.const_expr(shape.way is Way.COUNTERS):
             if thread == 0:
                 ptx.add_release(args.counters + phase * 4)
+    if cutlass.const_expr(shape.way is Way.AHEAD):
+        dependent_launch.wait()
 
 
 def load(words: cute.Tensor, address: Int64) -> None:
@@ -148,7 +155,7 @@ def run(impl: str, shape: Shape, rows: Tensor, counters: Tensor) -> None:
         counters: [phases] int32, zeros.
     """
     arch, stream = architecture(impl, rows.device), current_stream(rows.device)
-    if shape.way is not Way.LAUNCHES:
+    if shape.way in (Way.WORDS, Way.COUNTERS):
         compile(shape, arch)(Arguments(rows.data_ptr(), counters.data_ptr()), stream)
         return
     one = compile(Shape(shape.way, shape.ctas, shape.vectors, 1), arch)

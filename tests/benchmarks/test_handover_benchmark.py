@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bench_handover import per_phase_us, rows_and_counters
@@ -24,7 +26,10 @@ def test_phases_read_complete_rows(kernel: str, schedule: str, way: Way) -> None
     shape = Shape(way, ctas=4, vectors=64, phases=PHASES)
     rows, counters = rows_and_counters(shape, torch.device("cpu"))
     first = rows[0].clone()
-    with emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule=schedule, seed=1):
+    checks = Checks.strict()
+    if way is Way.AHEAD:  # it reads in front of the wait, and words say when they have arrived
+        checks = replace(checks, grid_dependency="off")
+    with emulated(checks=checks, arch=ARCH[kernel], schedule=schedule, seed=1):
         handover.run(kernel, shape, rows, counters)
     assert torch.equal(rows[1:], handover.expected(first, PHASES))
 
