@@ -1,4 +1,4 @@
-"""What it costs to hand results to the next phase: by a launch, or inside of a kernel whose CTAs stay.
+"""Times of handing a row to the next phase: by a launch, or inside of a kernel whose CTAs stay.
 
     python benchmarks/bench_handover.py [--ctas 16,64,128] [--impl sm90] [--out FILE.json]
 
