@@ -183,9 +183,7 @@ def test_what_cannot_be_packed_is_named() -> None:
     class Wrong(NamedTuple):
         pair: tuple
 
-    with pytest.raises(
-        TypeError, match=r"Wrong: a field is <class 'tuple'>; expected a NamedTuple, or one of Int"
-    ):
+    with pytest.raises(TypeError, match=r"Wrong: a field is <class 'tuple'>; expected a NamedTuple, or one of Int"):
         Packer((Wrong,))
     with pytest.raises(TypeError, match=r"an argument is <class 'int'>; expected a NamedTuple, or one of Int64, Int32"):
         Launcher(Function())(5)
