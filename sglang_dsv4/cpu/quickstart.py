@@ -46,7 +46,7 @@ def use_few_threads_that_sleep() -> None:
 
 
 def no_checkpoint(model: Path) -> str:
-    """What to say of a folder without a checkpoint."""
+    """The line for a folder without a checkpoint."""
     return (
         f"No checkpoint at {model}: there is no config.json in it. MODEL names a folder; for a model of the Hugging "
         "Face hub, name the folder that `hf download` prints."
