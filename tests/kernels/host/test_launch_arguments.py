@@ -15,6 +15,7 @@ cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cuda.bindings.driver import CUstream  # noqa: E402
 from cutlass import Float32, Int32, Int64, Uint32  # noqa: E402
 from cutlass.base_dsl.common import DSLCudaRuntimeError  # noqa: E402
+from cutlass.cutlass_dsl.cuda_stream_adapter import CudaDriverStreamAdapter  # noqa: E402
 
 from dsv4_kernels.host.launch_arguments import Launcher, Packer, example  # noqa: E402
 
@@ -61,6 +62,8 @@ def test_every_argument_has_its_pointers() -> None:
     assert [*inner, *count, *stream] == packer.pointers and (len(inner), len(count), len(stream)) == (2, 1, 1)
     assert ctypes.c_int32.from_address(count[0].value).value == 5
     assert ctypes.c_void_p.from_address(stream[0].value).value == 1 << 40
+    (of_dsl,) = CudaDriverStreamAdapter(CUstream(1 << 40)).__c_pointers__()
+    assert ctypes.c_void_p.from_address(of_dsl).value == 1 << 40  # the DSL, too, gives the place of the handle
 
 
 class Executor:
