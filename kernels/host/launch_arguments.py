@@ -16,7 +16,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _FORMATS = {"Int64": "q", "Int32": "i", "Uint32": "I", "Float32": "f", "CUstream": "P"}
 
@@ -113,8 +113,8 @@ class Packer:
     """
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
-        leaves = [list(_leaves(kind)) for kind in kinds]
-        formats = [_FORMATS[kind.__name__] for of_argument in leaves for kind in of_argument]
+        leaves = [list(_leaves(kind, f"a[{i}]")) for i, kind in enumerate(kinds)]
+        formats = [leaf.format for of_argument in leaves for leaf in of_argument]
         # Native alignment: the address of every number is a multiple of its size.
         self._struct = struct.Struct("@" + "".join(formats))
         self._buffer = ctypes.create_string_buffer(self._struct.size)
@@ -126,13 +126,13 @@ class Packer:
         for of_argument in leaves:
             self.arguments.append(Argument(self.pointers[first : first + len(of_argument)]))
             first += len(of_argument)
-        self._flatten = [_flattener(kind) for kind in kinds]
+        # Written out, since a loop over nested tuples takes as long as the rest of a launch.
+        numbers = "".join(f"{leaf.expression}, " for of_argument in leaves for leaf in of_argument)
+        self._flat: Callable[[tuple], tuple] = eval(f"lambda a: ({numbers})")
 
     def write(self, arguments: tuple) -> None:
         """Writes the numbers of a call's arguments into the buffer."""
-        flat: list[object] = []
-        for flatten, argument in zip(self._flatten, arguments, strict=True):
-            flat += flatten(argument)
+        flat = self._flat(arguments)
         try:
             self._struct.pack_into(self._buffer, 0, *flat)
         except (struct.error, TypeError):  # numbers of the DSL
@@ -144,35 +144,22 @@ def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
     return kind(*map(example, kind.__annotations__.values())) if hasattr(kind, "_fields") else kind(1)
 
 
-def _leaves(kind: type, of: str = "an argument") -> Iterator[type]:
+class _Leaf(NamedTuple):
+    """A number of an argument."""
+
+    format: str
+    expression: str
+    """Its place in the arguments `a`."""
+
+
+def _leaves(kind: type, place: str, of: str = "an argument") -> Iterator[_Leaf]:
+    name = getattr(kind, "__name__", "")
     if hasattr(kind, "_fields"):
-        for field in kind.__annotations__.values():
-            yield from _leaves(field, f"{kind.__qualname__}: a field")
-    elif getattr(kind, "__name__", "") in _FORMATS:
-        yield kind
-    else:
+        for i, field in enumerate(kind.__annotations__.values()):
+            yield from _leaves(field, f"{place}[{i}]", f"{kind.__qualname__}: a field")
+    elif name not in _FORMATS:
         raise TypeError(f"{of} is {kind}; expected a NamedTuple, or one of {', '.join(_FORMATS)}")
-
-
-def _flattener(kind: type) -> Callable[[Any], Any]:
-    """A function from an argument of this kind to its numbers."""
-    if not hasattr(kind, "_fields"):
-        return _stream if kind.__name__ == "CUstream" else _number
-    is_flat = not any(hasattr(field, "_fields") for field in kind.__annotations__.values())
-    return tuple if is_flat else _flattened
-
-
-def _number(argument: Any) -> tuple:  # noqa: ANN401 - a number of the DSL
-    return (argument.value,)
-
-
-def _stream(argument: Any) -> tuple:  # noqa: ANN401
-    return (int(argument),)
-
-
-def _flattened(values: tuple) -> Iterator[object]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _flattened(value)
-        else:
-            yield value
+    elif name == "CUstream":
+        yield _Leaf(_FORMATS[name], f"int({place})")
+    else:  # a call passes a number in a type of the DSL only outside of NamedTuples
+        yield _Leaf(_FORMATS[name], f"{place}.value" if place.count("[") == 1 else place)
