@@ -149,7 +149,7 @@ class _Leaf(NamedTuple):
 
     format: str
     expression: str
-    """Its place in the arguments `a`."""
+    """Python: the number in a tuple `a` of the arguments."""
 
 
 def _leaves(kind: type, place: str, of: str = "an argument") -> Iterator[_Leaf]:
