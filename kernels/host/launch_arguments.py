@@ -6,8 +6,8 @@ all numbers of a call are written into one buffer whose addresses stay the same,
 the compiled code gets the pointers of the first one.
 
 The arguments of our launch functions are NamedTuples, whose fields have types of the DSL or are NamedTuples of the same
-kind; numbers of the DSL; and a stream. Compiling needs values of these types (`example`); in NamedTuples a call passes
-Python's numbers.
+kind; tuples of these; numbers of the DSL; and a stream. Compiling needs values of these types (`example`). In
+NamedTuples a call passes Python's numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+Kind = type | tuple["Kind", ...]
+"""An argument's type; of a tuple that is no NamedTuple, the kinds of its elements."""
 _FORMATS = {"Int64": "q", "Int32": "i", "Uint32": "I", "Float32": "f", "CUstream": "P"}
 
 
@@ -35,10 +37,9 @@ class Launcher:
             TypeError: an argument that cannot be packed.
             DSLCudaRuntimeError: CUDA's error of the launch.
         """
-        calls, kinds = self._of_thread.__dict__.setdefault("calls", {}), tuple(map(type, arguments))
-        call = calls.get(kinds)
+        call = getattr(self._of_thread, "call", None)
         if call is None:
-            call = calls[kinds] = Call(self.function, kinds)
+            call = self._of_thread.call = Call(self.function, kinds_of(arguments))
         return call(arguments)
 
     def __getattr__(self, name: str) -> object:
@@ -46,17 +47,17 @@ class Launcher:
 
 
 class Call:
-    """The calls of a compiled function by one thread with arguments of the same types.
+    """The calls of a compiled function by one thread. The function's arguments have the same types in all calls.
 
     Args:
         function: of `cute.compile`, or of an object file.
-        kinds: types of the arguments.
+        kinds: of the arguments, by `kinds_of`.
 
     Raises:
         TypeError: an argument's type is none of those that launch functions have.
     """
 
-    def __init__(self, function: Callable[..., Any], kinds: tuple[type, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], kinds: tuple[Kind, ...]) -> None:
         self._function = function
         self.packer = Packer(kinds)
         self._executor: Any = None
@@ -102,7 +103,7 @@ class Packer:
     """A buffer for the numbers of a call's arguments.
 
     Args:
-        kinds: types of the arguments.
+        kinds: of the arguments, by `kinds_of`.
 
     Attributes:
         arguments: for the compiled function.
@@ -112,7 +113,7 @@ class Packer:
         TypeError: a type is none of those that launch functions have.
     """
 
-    def __init__(self, kinds: tuple[type, ...]) -> None:
+    def __init__(self, kinds: tuple[Kind, ...]) -> None:
         leaves = [list(_leaves(kind, f"a[{i}]")) for i, kind in enumerate(kinds)]
         formats = [leaf.format for of_argument in leaves for leaf in of_argument]
         # Native alignment: the address of every number is a multiple of its size.
@@ -139,6 +140,11 @@ class Packer:
             self._struct.pack_into(self._buffer, 0, *(getattr(value, "value", value) for value in flat))
 
 
+def kinds_of(arguments: tuple) -> tuple[Kind, ...]:
+    """The kinds of a call's arguments."""
+    return tuple(kinds_of(argument) if type(argument) is tuple else type(argument) for argument in arguments)
+
+
 def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
     """A value to compile with: 1 in a type of the DSL, or a NamedTuple of example values."""
     return kind(*map(example, kind.__annotations__.values())) if hasattr(kind, "_fields") else kind(1)
@@ -152,14 +158,17 @@ class _Leaf(NamedTuple):
     """Python: the number in a tuple `a` of the arguments."""
 
 
-def _leaves(kind: type, place: str, of: str = "an argument") -> Iterator[_Leaf]:
+def _leaves(kind: Kind, place: str, of: str = "an argument", is_field: bool = False) -> Iterator[_Leaf]:
     name = getattr(kind, "__name__", "")
-    if hasattr(kind, "_fields"):
+    if isinstance(kind, tuple):
+        for i, element in enumerate(kind):
+            yield from _leaves(element, f"{place}[{i}]", of)
+    elif hasattr(kind, "_fields"):
         for i, field in enumerate(kind.__annotations__.values()):
-            yield from _leaves(field, f"{place}[{i}]", f"{kind.__qualname__}: a field")
+            yield from _leaves(field, f"{place}[{i}]", f"{kind.__qualname__}: a field", is_field=True)
     elif name not in _FORMATS:
         raise TypeError(f"{of} is {kind}; expected a NamedTuple, or one of {', '.join(_FORMATS)}")
     elif name == "CUstream":
         yield _Leaf(_FORMATS[name], f"int({place})")
-    else:  # a call passes a number in a type of the DSL only outside of NamedTuples
-        yield _Leaf(_FORMATS[name], f"{place}.value" if place.count("[") == 1 else place)
+    else:
+        yield _Leaf(_FORMATS[name], place if is_field else f"{place}.value")
