@@ -25,8 +25,11 @@ from unittest import mock
 
 import torch
 from lib.row_kernel_works import WORKS
+from ops import step_mapping_cases
 from ops.attention_cases import CASES as ATTENTION
 from ops.attention_cases import build
+from ops.compressor_cases import forward
+from ops.compressor_store_cases import CHUNKS, SETTINGS, moved
 from ops.experts_cases import LIMIT, packed_nvfp4_experts
 from ops.experts_cases import Case as ExpertsCase
 from ops.fp8_weight_cases import tokens_of
@@ -39,11 +42,12 @@ from step_model.small_calls import modelled_us
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
+from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.hyper_connection import hc_boundary
 from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.indexer import index_topk
-from dsv4_kernels.kv_layout import PAGE_ROWS
+from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.linear import (
     HeadRotation,
     grouped_linear,
@@ -52,12 +56,14 @@ from dsv4_kernels.linear import (
     linear_fp32,
 )
 from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.step_mapping import step_mapping
+from dsv4_kernels.unpack import Pages, unpack_pages
 
 RESULTS = Path(__file__).parents[2] / "emulator" / "results" / "kernel_results.json"
 TOKENS = 3
 CALLS, REPLAYS = 20, 5
 """Calls in the graph that is timed, one after the other as in a forward, and replays of it."""
-IN_PLACE = ("inverse_rope", "norm_rope_store")
+IN_PLACE = ("inverse_rope", "norm_rope_store", "compress_store")
 Call = Callable[[str], Sequence[Tensor]]
 """Runs the implementation of that name and returns its results."""
 
@@ -180,6 +186,44 @@ def attention(name: str) -> Callable[[torch.device], Call]:
     return make
 
 
+def step(device: torch.device) -> Call:
+    """Six requests of five tokens, around ends of groups and pages."""
+    first, slots, table, *sizes = step_mapping_cases.inputs("verify")
+    arguments = first.to(device), slots.to(device), table.to(device), *sizes
+    return lambda impl: [x for _, x in step_mapping_cases.tensors(step_mapping(*arguments, impl=impl))]
+
+
+def unpacked(device: torch.device) -> Call:
+    """Pages of two tables; one page that does not exist leaves its rows."""
+    parts = []
+    for rows_per_page, numbers in ((64, [3, 0, 2]), (2, [40, -1, 8])):
+        table = KVRows.allocate(300, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", 0.0)
+        table.scatter(torch.arange(300), noise(300, 512))
+        table = replace(table, storage=table.storage.to(device))
+        parts.append(Pages(table, torch.tensor(numbers, dtype=torch.int32, device=device), rows_per_page))
+    out = torch.full((sum(part.num_rows for part in parts), 512), -7.0, dtype=torch.bfloat16, device=device)
+
+    def call(impl: str) -> list[Tensor]:
+        unpack_pages(parts, out, impl)
+        return [out]
+
+    return call
+
+
+def stored_entries(device: torch.device) -> Call:
+    """Entries and indexer keys that five requests of a CSA layer close, and the raw rows that they keep."""
+    f = moved(forward(SETTINGS["csa"], CHUNKS["csa"]), device)
+    rows, kept_rows = torch.tensor(list(f.rows.values()), device=device), f.groups.state_rows
+    kept_rows = kept_rows[kept_rows >= 0]
+
+    def call(impl: str) -> list[Tensor]:
+        compress_store(f.groups, f.compressions, torch.bfloat16, impl)
+        kept = [c.state[kept_rows] for c in f.compressions]
+        return [*(c.table.storage[rows] for c in f.compressions), *kept]
+
+    return call
+
+
 def noise(*shape: int) -> Tensor:
     """bf16, the same for a shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
@@ -195,6 +239,9 @@ CASES: dict[str, Case] = {
     "route_topk": Case("route_topk_logits", row_case("route_topk")),
     "route_hash": Case("route_hash_logits", row_case("route_hash")),
     "norm_rope_store": Case("norm_rope_store", row_case("norm_rope_store"), tolerance=0.05),
+    "step_mapping": Case("step_mapping", step, exact=True),
+    "unpack_pages": Case("unpack_pages", unpacked, exact=True),
+    "compress_store": Case("compress_store", stored_entries),
     "hc_boundary": Case("hc_boundary", boundary),
     "hc_boundary_of_few": Case("hc_boundary", boundary_of_few),
     "linear_fp32": Case("linear_fp32", fp32_product),
