@@ -40,7 +40,7 @@ KERNELS = (
     Kernel("row numbers of a step", ("step_mapping/test_step_mapping.py",), ("step_mapping",)),
     Kernel("unpacking of pages", ("unpack/test_unpack.py",), ("unpack_pages",)),
     Kernel("window rows", ("norm_rope_store/test_norm_rope_store.py",), ("norm_rope_store",)),
-    Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",)),
+    Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",), ("compress_store",)),
     Kernel(
         "hyper-connections",
         (

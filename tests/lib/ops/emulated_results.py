@@ -27,6 +27,8 @@ import torch
 from lib.row_kernel_works import WORKS
 from ops.attention_cases import CASES as ATTENTION
 from ops.attention_cases import build
+from ops.compressor_cases import forward
+from ops.compressor_store_cases import CHUNKS, SETTINGS, moved
 from ops.experts_cases import LIMIT, packed_nvfp4_experts
 from ops.experts_cases import Case as ExpertsCase
 from ops.fp8_weight_cases import tokens_of
@@ -39,6 +41,7 @@ from step_model.small_calls import modelled_us
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
+from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.arch import ARCHITECTURES
 from dsv4_kernels.hyper_connection import hc_boundary
@@ -60,7 +63,7 @@ RESULTS = Path(__file__).parents[2] / "emulator" / "results" / "kernel_results.j
 TOKENS = 3
 CALLS, REPLAYS = 20, 5
 """Calls in the graph that is timed, one after the other as in a forward, and replays of it."""
-IN_PLACE = ("inverse_rope", "norm_rope_store")
+IN_PLACE = ("inverse_rope", "norm_rope_store", "compress_store")
 Call = Callable[[str], Sequence[Tensor]]
 """Runs the implementation of that name and returns its results."""
 
@@ -207,6 +210,20 @@ def attention(name: str) -> Callable[[torch.device], Call]:
     return make
 
 
+def stored_entries(device: torch.device) -> Call:
+    """Entries and indexer keys that five requests of a CSA layer close, and the raw rows that they keep."""
+    f = moved(forward(SETTINGS["csa"], CHUNKS["csa"]), device)
+    rows, kept_rows = torch.tensor(list(f.rows.values()), device=device), f.groups.state_rows
+    kept_rows = kept_rows[kept_rows >= 0]
+
+    def call(impl: str) -> list[Tensor]:
+        compress_store(f.groups, f.compressions, torch.bfloat16, impl)
+        kept = [c.state[kept_rows] for c in f.compressions]
+        return [*(c.table.storage[rows] for c in f.compressions), *kept]
+
+    return call
+
+
 def noise(*shape: int) -> Tensor:
     """bf16, the same for a shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
@@ -224,6 +241,7 @@ CASES: dict[str, Case] = {
     "step_mapping": Case("step_mapping", addresses_of_a_step, exact=True, tolerance=0.0),
     "unpack_pages": Case("unpack_pages", unpacked_pages, exact=True, tolerance=0.0),
     "norm_rope_store": Case("norm_rope_store", row_case("norm_rope_store"), tolerance=0.05),
+    "compress_store": Case("compress_store", stored_entries),
     "hc_boundary": Case("hc_boundary", boundary),
     "hc_boundary_of_few": Case("hc_boundary", boundary_of_few),
     "linear_fp32": Case("linear_fp32", fp32_product),
