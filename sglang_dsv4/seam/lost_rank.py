@@ -1,14 +1,18 @@
-"""A line of the log on a rank that lost another one: which error that is, and what to do.
+"""A rank that lost another one: how long it waits, a line of the log that says which error that is, and what to do.
 
-A rank whose process ends, or whose host can't be reached, closes its connections. The next exchange of any other rank
-raises an error of gloo or NCCL that names an address; SGLang then ends that rank's whole server.
+A rank whose process ends closes its connections. The next exchange of any other rank raises an error of gloo or NCCL
+that names an address; SGLang then ends that rank's whole server. A host that hangs, or whose cable is cut, closes
+nothing: other ranks wait for `--dist-timeout`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
+
+import torch
 
 from sglang_dsv4.seam.live import live_parts
 
@@ -21,8 +25,24 @@ SIGNS = ("connection closed by peer", "connection reset by peer", "broken pipe",
 """Parts of messages of gloo and NCCL about a peer that is gone, in lower case."""
 
 
+def limit_waits() -> None:
+    """Let this rank wait for others' parts of a collective between CPUs for `--dist-timeout` seconds, if it is given.
+
+    SGLang takes the flag for the groups of devices, and lets ranks wait for two hours for the next requests.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.dist_timeout is None:
+        return
+    for group in (parallel.world_group, parallel.tp_group, parallel.attn_tp_group):
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=parallel.dist_timeout), group.cpu_group)
+
+
 def explain(original: Callable[[Scheduler], None], scheduler: Scheduler) -> None:
     """Run the scheduler's loop; log what an error of a lost connection means. Around ``Scheduler.run_event_loop``."""
+    if live_parts() is not None:
+        limit_waits()
     try:
         original(scheduler)
     except RuntimeError as error:
