@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
+from sglang_dsv4.seam.compat import set_timeout
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ def limit_waits() -> None:
     if parallel.dist_timeout is None:
         return
     for group in (parallel.world_group, parallel.tp_group, parallel.attn_tp_group):
-        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=parallel.dist_timeout), group.cpu_group)
+        set_timeout(group.cpu_group, parallel.dist_timeout)
 
 
 def explain(original: Callable[[Scheduler], None], scheduler: Scheduler) -> None:

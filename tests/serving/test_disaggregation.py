@@ -154,7 +154,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {"77": 1e4}, "max_new_tokens": 3},
     "min_new_tokens": {"min_new_tokens": 5, "stop_token_ids": list(range(0, 1024, 2)), "max_new_tokens": 20},
 }
-"""What limits tokens, or when an answer ends. The prefill server draws the first token; the decode server goes on."""
+"""Limits of tokens, and of an answer's end. The prefill server draws the first token; the decode server goes on."""
 
 
 @pytest.mark.parametrize("limit", CONSTRAINED)

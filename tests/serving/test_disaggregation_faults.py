@@ -81,7 +81,7 @@ def test_a_retracted_request_goes_on(
 
 @pytest.mark.parametrize("rows", ["auto", "fp8_e4m3"])
 def test_a_request_that_a_pause_retracts_goes_on(checkpoint: Path, tmp_path: Path, rows: str) -> None:
-    """As a trainer pauses before it sends weights. The prefill server computes prompt and answer so far again, several
+    """A trainer pauses so before it sends weights. The prefill server computes prompt and answer so far again, several
     pages of each. With FP8 rows the pages of the answer were not unpacked."""
     prompt, flags, tokens = some(1, 300), ("--kv-cache-dtype", rows), 500
     (expected,) = expected_of(checkpoint, tmp_path / "one", [prompt], tokens, *flags)

@@ -232,8 +232,7 @@ def test_the_numbers_of_rooms_may_name_the_rank(checkpoint: Path, tmp_path: Path
 
 def test_requests_that_a_pause_retracts_find_their_rank(checkpoint: Path, tmp_path: Path) -> None:
     """The prefill server computes prompt and answer so far again, on the rank that the decode server waits for. Its
-    bootstrap server has forgotten the rank by then, and a choice by the prefix may be another one; the requests waited
-    for a timeout."""
+    bootstrap server has forgotten the rank by then, and the requests waited for it without an end."""
     env = {"SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
     prompts, tokens = [some(("paused", i), 40 + 30 * i) for i in range(6)], 600
     with running_server(checkpoint, tmp_path / "one", *FLAGS, *CHUNK, SLEEP_ON_IDLE) as one:

@@ -112,7 +112,7 @@ def test_the_first_node_dies(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "frozen"), [("tp", 1), ("tp", 0), ("stages", 1)])
 def test_a_node_that_stops_answering(kind: str, frozen: int, tmp_path: Path) -> None:
-    """Its connections stay open, as those of a host whose cable is cut or whose kernel hangs. The other node ends after
+    """The connections stay open, as those of a host whose cable is cut or whose kernel hangs. The other node ends after
     `--dist-timeout`; node 1, which waits for the requests of node 0, waited for two hours, whatever the flag said."""
     write_checkpoint(tmp_path / "model", shape_for("plain", 4))
     flags = (*FLAGS, *KINDS[kind], "--dist-timeout", str(TIMEOUT_S))

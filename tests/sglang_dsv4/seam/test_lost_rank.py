@@ -51,7 +51,7 @@ def test_errors_of_gloo_and_nccl_are_known(
 
 
 def wait_for_a_silent_rank(rank: int, port: int, results: multiprocessing.Queue) -> None:
-    """As SGLang's scheduler: rank 1 waits for requests of rank 0, which sends none and keeps its connections."""
+    """Wait as SGLang's scheduler does: rank 1 waits for rank 0, which sends nothing and closes nothing."""
     meet(rank, port)
     group = torch.distributed.new_group([0, 1], backend="gloo", timeout=timedelta(hours=2))
     torch.distributed.barrier(group)
