@@ -8,6 +8,7 @@
 #   bits        tests, two GPUs: graphs of prefills, and sharded rows, change no bit
 #   prefill     four GPUs, whole V4-Flash: whether graphs of prefills, and each rank's own rows in them, win
 #   decode      the same, decoding; put the contender that won into OURS; CELLS=profile for the kernels of a step
+#   pair        two GPUs: the whole model with two ranks, one server after the other
 #   published   8,192 tokens in, 1,024 out
 #   drafts      the same with DSPARK, ACCEPTED (5.45) tokens a step; CELLS=decode for the step alone
 #   flag        the deterministic flag against the default
@@ -18,7 +19,8 @@
 #   long        one prompt of 256K tokens; the built-in with context parallelism
 #   transfer    two GPUs: prefill and decode on one each beside one server on both, over BACKEND (nixl)
 #   check       one GPU: all kernels
-#   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile, the chain of row kernels
+#   kernels     one GPU: boundaries by every plan, products of bf16 operands by every tile, the chain of row kernels, the
+#               way from a phase to the next
 #   quality     four GPUs: KL of the trained checkpoint in every configuration, ours and the built-in; on two GPUs with
 #               GPUS=2, without the rows of four ranks
 #
@@ -61,6 +63,13 @@ bits)
     ;;
 prefill) ab "ours ours+prefill_graphs" prefill && ab "ours+own_rows+prefill_graphs $builtin" prefill ;;
 decode) ab "$ours $builtin" "${CELLS:-decode prefill multi_turn}" ;;
+pair)
+    tp=2
+    for contender in $ours $builtin; do
+        ab "$contender" "${CELLS:-decode prefill}" || exit
+        python3 benchmarks/serve_ab.py --full-size --in-turns "$folder/servers" --stop
+    done
+    ;;
 published) ab "$ours $builtin" 8k_1k ;;
 drafts) ab "$ours $builtin" "${CELLS:-decode 8k_1k}" --accepted "${ACCEPTED:-5.45}" ;;
 flag) ab "$ours $ours+deterministic" "decode prefill" ;;
@@ -87,7 +96,8 @@ kernels)
     for name in hyper_connection invariant_linear; do
         timeout "$seconds" python3 "benchmarks/bench_$name.py" --sweep --out "$folder/$name.json" || exit
     done
-    timeout "$seconds" python3 benchmarks/bench_row_kernels.py --chain --out "$folder/row_kernels.json"
+    timeout "$seconds" python3 benchmarks/bench_row_kernels.py --chain --out "$folder/row_kernels.json" || exit
+    timeout "$seconds" python3 benchmarks/bench_handover.py --out "$folder/handover.json"
     ;;
 quality)
     export PYTHONPATH="tests/lib:benchmarks:${PYTHONPATH:-}" OMP_NUM_THREADS=8

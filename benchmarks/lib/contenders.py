@@ -94,6 +94,9 @@ PARTS = {
         _BUILTIN, "context parallelism of prefills", ("--enable-prefill-cp", "--cp-strategy", "interleave")
     ),
     "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", ("--cuda-graph-backend-prefill", "breakable")),
+    "gpu_time": Part(
+        _BOTH, "SGLang times forwards on the GPU: gpu_step_ms", env={"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1"}
+    ),
     "verify_epilogue": Part(_OURS, "draft acceptance in the verify graph", env={"SGLANG_DSV4_VERIFY_EPILOGUE": "on"}),
 }
 

@@ -1,6 +1,7 @@
 """Works of a comparison of served models, in cells: one load, repeated, and the seconds that it is expected to take.
 
-decode       1, 4, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode
+decode       1, 4, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode; of contenders with `gpu_time`
+             also the time in which the GPU runs a step
 prefill      eight prompts of 8K tokens; one of 64K
 long         one prompt of 256K tokens, which needs --context-length 270336
 multi_turn   32 conversations of four turns over four shared prefixes of 4K, which all fit into the pool
@@ -92,9 +93,12 @@ def cells(
         work: str, requests: int, load: OfSeed, prompt: int, new_tokens: int, seeds: Sequence[int] = short
     ) -> Cell:
         def measure(server: Server, repeat: int) -> Measured:
+            since = server.log_size() if work == "decode" else 0
             found = steady(server, load(seeds[repeat]))
             if work == "decode":
                 found["step_ms"] = 1e3 * requests * found.get("tokens_a_step", 1.0) / found["tok_s"]
+                if (share := server.gpu_share(requests, since)) is not None:
+                    found["gpu_step_ms"] = share * found["step_ms"]
             if work == "8k_1k":
                 found["tok_s_a_gpu"] = found["tok_s"] / gpus
             return found

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -71,6 +72,15 @@ class Server:
         with urllib.request.urlopen(request, timeout=600) as answer:
             return json.load(answer)
 
+    def log_size(self) -> int:
+        """Return the bytes of its log so far."""
+        return self.log.stat().st_size
+
+    def gpu_share(self, requests: int, since: int) -> float | None:
+        """Return the share of the time in which the GPU runs a forward while so many requests decode, by the log after
+        `since` bytes: the median of its lines. None if the log has none (SGLANG_ENABLE_METRICS_DEVICE_TIMER)."""
+        return gpu_share(self.log.read_bytes()[since:].decode(errors="replace"), requests)
+
     def kv_memory(self) -> tuple[float, int]:
         """Return bytes of the KV pools and all that belongs to them (rings, states, tails), and the tokens that they
         hold.
@@ -83,6 +93,12 @@ class Server:
         if self.contender == "ours":
             return our_pools(text)
         return builtin_pools(text, self.model)
+
+
+def gpu_share(log: str, requests: int) -> float | None:
+    """Return what `Server.gpu_share` does, of a log's text."""
+    lines = re.findall(rf"Decode batch.* #running-req: {requests},.* fwd occupancy: ([\d.]+)%", log)
+    return statistics.median(map(float, lines)) / 100 if lines else None
 
 
 def our_pools(log: str) -> tuple[float, int]:

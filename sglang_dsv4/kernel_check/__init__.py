@@ -5,7 +5,7 @@
 For each kernel, the simplest first (`catalogue`):
 
 1. its small cases (`tests/lib/ops/emulated_results.py`): the results beside the reference and the emulator's digests,
-   the same bits from a second call and from a CUDA graph, and the time of a replay;
+   the same bits from a second call and from a CUDA graph, and the time of a call beside the modelled one;
 2. its GPU tests, by pytest.
 
 Each runs in a child process with a time limit, so that a fault or a hang of one kernel ends that process only

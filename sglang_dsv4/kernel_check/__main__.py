@@ -106,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, help="minutes for the tests of one kernel")
     parser.add_argument("--list", action="store_true", help="print the kernels and their tests, and end")
     options = parser.parse_args(argv)
-    kernels = [kernel for kernel in KERNELS if re.search(options.only, kernel.name)]
+    try:
+        kernels = [kernel for kernel in KERNELS if re.search(options.only, kernel.name)]
+    except re.error as error:
+        parser.error(f"--only {options.only!r} is no regular expression: {error}")
     if options.timeout:
         kernels = [Kernel(**asdict(kernel) | {"minutes": options.timeout}) for kernel in kernels]
     if options.list:
@@ -116,7 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not kernels:
         raise SystemExit(f"no kernel matches {options.only!r}; the kernels: {', '.join(k.name for k in KERNELS)}")
     checkout, out = found_checkout(options.checkout), options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        parser.error(f"{out} can't be written ({error.strerror}); name another folder: --out FOLDER")
     try:
         gpu = children.described(checkout, out)
     except RuntimeError as error:

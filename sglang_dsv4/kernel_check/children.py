@@ -22,8 +22,13 @@ PATHS = ("tests/lib", "tests/emulator", "benchmarks")
 """Folders of a checkout from which tests import."""
 
 DESCRIBE = """
-import json, torch
+import json, sys, torch
 from importlib import metadata
+if torch.version.cuda is None:
+    sys.exit(f"torch {torch.__version__} is a CPU build; install this package with [gpu] on a host with a GPU")
+if not torch.cuda.is_available():
+    sys.exit(f"torch {torch.__version__} for CUDA {torch.version.cuda} sees no GPU: nvidia-smi shows the driver; "
+        "CUDA_VISIBLE_DEVICES may hide a GPU")
 d = torch.cuda.current_device()
 x = torch.ones(4, device="cuda")
 assert float((x + x).sum()) == 8

@@ -8,6 +8,8 @@ from sglang_dsv4.kernel_check.children import Checked
 
 WORDS = {True: "right", False: "**WRONG**", None: "left out"}
 BITS = {True: "same", False: "other", None: "unknown"}
+MODELLED = {(9, 0): "an H200", (10, 0): "a B200", (10, 3): "a B300"}
+"""Compute capability -> the GPU whose times the model has."""
 
 
 def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], command: str) -> str:
@@ -19,6 +21,7 @@ def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], comma
         kernels: in the order of the run.
         command: that made the page.
     """
+    of_gpu = MODELLED.get(tuple(gpu["capability"]), "no such GPU")
     wrong = [kernel.name for kernel in kernels if kernel.ok is False]
     out = [kernel.name for kernel in kernels if kernel.ok is None]
     versions = ", ".join(f"{name} {version}" for name, version in gpu["versions"].items() if version)
@@ -38,14 +41,16 @@ def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], comma
         *(f"| {kernel.name} | {WORDS[kernel.ok]} | {_numbers(kernel)} | {kernel.seconds:.0f} |" for kernel in kernels),
         "",
         "Small cases: three tokens at the sizes of V4-Flash, experts and attention smaller. *bits*: compared with the "
-        "emulator's. *distance*: from the reference, relative. *us*: one call of a replayed CUDA graph.",
+        "emulator's. *distance*: from the reference, relative. *us*: one of many calls in a replayed CUDA graph. "
+        f"*modelled*: the same by benchmarks/step_model for {of_gpu}, whose constants were fitted on an H200; "
+        "empty where it does not count the kernel.",
         "",
         "Every case but `fp8_quantise` may have *other* bits: a tensor core aligns and truncates the terms of an "
         "instruction before it adds them, and a GPU's `ex2`, `rcp` and `rsqrt` are approximate, where the emulator "
         "adds in order and rounds correctly. The distance decides whether such a case is right.",
         "",
-        "| case | result | distance | bits | us |",
-        "| --- | --- | --- | --- | --- |",
+        "| case | result | distance | bits | us | modelled |",
+        "| --- | --- | --- | --- | --- | --- |",
         *(_case(case) for kernel in kernels for case in kernel.cases),
     ]
     problems = [(kernel.name, text) for kernel in kernels for text in kernel.failures]
@@ -63,8 +68,9 @@ def _numbers(kernel: Checked) -> str:
 
 def _case(case: dict[str, Any]) -> str:
     if "distance" not in case:
-        return f"| {case['case']} | {WORDS[case['ok']]} | | | |"
-    numbers = f"{case['distance']:.2g} | {BITS[case['same_bits']]} | {case['microseconds']:.1f}"
+        return f"| {case['case']} | {WORDS[case['ok']]} | | | | |"
+    modelled = "" if case["modelled"] is None else f"{case['modelled']:.1f}"
+    numbers = f"{case['distance']:.2g} | {BITS[case['same_bits']]} | {case['microseconds']:.1f} | {modelled}"
     return f"| {case['case']} | {WORDS[case['ok']]} | {numbers} |"
 
 

@@ -29,6 +29,8 @@ CPU_MAX_RUNNING_REQUESTS = 32
 # SGLang subtracts 1.5 MB of memory for each token of a prefill chunk, which GPU kernels need. With 24 GB of memory the
 # rest is below zero beyond 16K tokens, also with --chunked-prefill-size -1.
 CPU_MEM_FRACTION_STATIC = 0.7
+EAGLE_STEPS = 3
+"""Drafts of an EAGLE step: SGLang's number for DeepSeek's models."""
 
 Step = Callable[["ServerArgs"], None]
 
@@ -74,6 +76,7 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
         logger.info("sglang_dsv4: %d hooks installed in the launcher (docs/hooks.md)", len(install.installed()))
         arguments = compat.resolving_view(server_args)
         checkpoint_files.require_same_config(model_config, arguments.decrypted_config_file)
+        compat.declare_resolution(server_args, "sglang_dsv4", **drafts_of_eagle(arguments))
         refused_flags.refuse_unsupported_arguments(arguments, hf_config)
         refused_combinations.refuse_combinations(arguments)
         refused_flags.refuse_ranks(arguments, Config.from_hf(hf_config))
@@ -90,6 +93,33 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
             ranks = arguments.tp_size * arguments.pp_size * arguments.dp_size
             env.set_default("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(ranks, sorted(os.sched_getaffinity(0))))
     previous(server_args)
+
+
+def drafts_of_eagle(arguments: Any) -> dict[str, int]:  # arguments: ServerArgs, or SGLang's view of it
+    """The numbers of drafts that `--speculative-algorithm EAGLE` needs and its user did not set: field -> value.
+
+    SGLang would choose the same three numbers, but for DeepSeek-V4 it first asserts that the user gave the top-k. From
+    the number of steps follows that of a verify step's draft tokens, and the other way round.
+
+    Raises:
+        ValueError: a verify step would have no draft.
+    """
+    if arguments.speculative_algorithm != "EAGLE":
+        return {}
+    steps, tokens = arguments.speculative_num_steps, arguments.speculative_num_draft_tokens
+    if steps is None and tokens is not None and tokens < 2:
+        raise ValueError(
+            f"sglang-dsv4 expected --speculative-num-draft-tokens of at least 2, got {tokens}: a verify step has a "
+            "request's last token and its drafts. Leave the flag out for three drafts."
+        )
+    if steps is None:
+        steps = EAGLE_STEPS if tokens is None else tokens - 1
+    chosen = {
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+    }
+    return {name: value for name, value in chosen.items() if getattr(arguments, name) is None}
 
 
 def choose_effort_tiers(arguments: Any, hf_config: Any) -> None:  # arguments: ServerArgs, or SGLang's view of it

@@ -273,10 +273,11 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
     """Raise for flags that SGLang would accept and that our pools, or the checkpoint, can't serve.
 
     Raises:
-        ValueError: names the flag and why.
+        ValueError: names the flag, or the GPU, and why.
     """
     from sglang.srt.environ import envs
 
+    refuse_other_gpus(arguments)
     refuse(arguments)
     algorithm = arguments.speculative_algorithm
     has_dspark = bool(getattr(hf_config, "dspark_target_layer_ids", None))
@@ -297,6 +298,25 @@ def refuse_unsupported_arguments(arguments: Any, hf_config: Any) -> None:  # Ser
         )
     if envs.SGLANG_RUST_SERVER.get():
         raise ValueError(f"sglang-dsv4 does not support SGLANG_RUST_SERVER: {OTHER_PROCESSES}; unset it.")
+
+
+def refuse_other_gpus(arguments: Any) -> None:  # ServerArgs, or SGLang's view of it
+    """Raise for a GPU that no kernel serves: every op would be computed by its definition in PyTorch.
+
+    Raises:
+        ValueError: names the GPU, and GPUs that are served.
+    """
+    import torch
+
+    if arguments.device != "cuda" or not torch.cuda.is_available():
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if major not in moe_runner.KERNELS:
+        raise ValueError(
+            f"sglang-dsv4 has no kernels for {torch.cuda.get_device_name()} (compute capability {major}.{minor}). They "
+            "are for Hopper (9.0: H100, H200) and data-centre Blackwell (10.x: B200, B300). SGLANG_DSV4=off leaves "
+            "DeepSeek-V4 to SGLang's own code."
+        )
 
 
 def refuse_ranks(arguments: Any, config: Config) -> None:  # ServerArgs, or SGLang's view of it

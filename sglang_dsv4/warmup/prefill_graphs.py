@@ -134,12 +134,17 @@ def _capture_stream() -> torch.cuda.Stream:
 
 
 def recorded(forward: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """Record a forward as CUDA graphs with breaks; return its replay."""
+    """Record a forward as CUDA graphs with breaks; return its replay. Both tell SGLang, which lends free memory of its
+    graphs' pool to other work (SGLANG_ENABLE_GRAPH_POOL_BORROW)."""
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
         BreakableCUDAGraph,
         BreakableCUDAGraphCapture,
     )
-    from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
+    from sglang.srt.model_executor.runner_utils.pool import (
+        get_or_create_global_graph_memory_pool,
+        graph_pool_capture_scope,
+        graph_pool_replay_scope,
+    )
 
     graph, group = BreakableCUDAGraph(), get_parallel().tp_group
     torch.cuda.synchronize()
@@ -147,9 +152,14 @@ def recorded(forward: Callable[[], None], stream: torch.cuda.Stream) -> Callable
     capture = BreakableCUDAGraphCapture(
         graph, get_or_create_global_graph_memory_pool(torch.cuda), stream, barrier_fn=group.barrier
     )
-    with capture, running(Pass.RECORDED):
+    with graph_pool_capture_scope(), capture, running(Pass.RECORDED):
         forward()
-    return graph.replay
+
+    def replay() -> None:
+        with graph_pool_replay_scope():
+            graph.replay()
+
+    return replay
 
 
 def record_prefills(runner: ModelRunner) -> None:

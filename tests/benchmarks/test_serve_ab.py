@@ -271,11 +271,28 @@ def test_figures_of_answers_count_prompts_and_tokens(accepted: float | None, mon
     assert found.get("tokens_a_step") == (None if accepted is None else pytest.approx(accepted, rel=0.01))
 
 
-def test_a_decode_cell_has_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts a step makes several tokens of each request."""
-    monkeypatch.setattr(serve_works, "steady", lambda server, load: {"tok_s": 4000.0, "tokens_a_step": 2.5})
+DECODING = "Decode batch, #running-req: {}, #token: 9, cuda graph: True{}"
+TIMED = ", fwd occupancy: {}%, fwd+idle occupancy: 100.00%"
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_decode_cell_has_the_time_of_a_step(timed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With drafts a step makes several tokens of each request. The GPU's part of it is of SGLang's log lines with all
+    requests, after the load has begun."""
+    server = servers.Server("ours", Path(), "", tmp_path / "log", 0.0)
+    server.log.write_text(DECODING.format(16, TIMED.format("10.00")) + "\n")
+    after = [(15, "20.00"), (16, "60.00"), (160, "30.00"), (16, "90.00"), (16, "80.00")]
+
+    def load(server: servers.Server, load: object) -> dict[str, float]:
+        with server.log.open("a") as log:
+            log.writelines(DECODING.format(n, TIMED.format(share) if timed else "") + "\n" for n, share in after)
+        return {"tok_s": 4000.0, "tokens_a_step": 2.5}
+
+    monkeypatch.setattr(serve_works, "steady", load)
     cell = serve_works.cells(["decode"])[2]
-    assert cell.requests == 16 and cell.measure(None, 0)["step_ms"] == 10.0
+    found = cell.measure(server, 0)
+    assert cell.requests == 16 and found["step_ms"] == 10.0
+    assert found.get("gpu_step_ms") == (pytest.approx(8.0) if timed else None)
 
 
 def test_a_decode_profile_begins_when_all_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Servers of the trained checkpoint compute its distributions: in every configuration, at every length, with drafts.
 
-`tests/sglang_dsv4/models/test_trained_figures.py` plants faults, which the same figures notice.
+`tests/sglang_dsv4/models/test_trained_quality.py` plants faults, which the same figures notice.
 """
 
 from __future__ import annotations

@@ -112,6 +112,14 @@ def tap_of_another_layer(harness: Harness) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def taps_of_the_layers_before(harness: Harness) -> Iterator[None]:
+    """A DSpark draft gets the streams of the layer before each layer that it was trained with."""
+    model = harness.model.model
+    with mock.patch.object(model, "tapped_layers", tuple(layer - 1 for layer in model.tapped_layers)):
+        yield
+
+
 FAULTS: dict[str, Callable[[Harness], Any]] = {
     "rope sign": rope_sign,
     "one group late": one_group_late,

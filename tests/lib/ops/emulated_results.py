@@ -35,6 +35,7 @@ from ops.hyper_connection_cases import HC_EPS, ITERATIONS
 from ops.hyper_connection_cases import inputs as boundary_inputs
 from ops.indexer_cases import Case as IndexerCase
 from ops.row_kernels import ARCH, KERNELS
+from step_model.small_calls import modelled_us
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
@@ -54,7 +55,8 @@ from dsv4_kernels.quant import fp8_quantise
 
 RESULTS = Path(__file__).parents[2] / "emulator" / "results" / "kernel_results.json"
 TOKENS = 3
-REPLAYS = 50
+CALLS, REPLAYS = 20, 5
+"""Calls in the graph that is timed, one after the other as in a forward, and replays of it."""
 IN_PLACE = ("inverse_rope", "norm_rope_store")
 Call = Callable[[str], Sequence[Tensor]]
 """Runs the implementation of that name and returns its results."""
@@ -84,6 +86,9 @@ class Outcome:
     repeated: bool
     """Whether a second call, and a replayed graph, had the bits of the first."""
     microseconds: float
+    """One of CALLS calls in a CUDA graph."""
+    modelled: float | None
+    """The same by the model of time (`benchmarks/step_model`); None if the model has no counts of the kernel."""
     ok: bool
     said: str
 
@@ -276,13 +281,9 @@ def run_on_gpu(name: str, kernel: str) -> Outcome:
         made_in_graph = call(kernel)
     graph.replay()
     torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replayed = digest(made_in_graph)
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
+    microseconds = round(measured_us(lambda: call(kernel)), 2)
+    modelled = modelled_us(name, torch.cuda.get_device_capability(device))
     distance = max(_distance(a, b) for a, b in zip(first, wanted, strict=True))
     known = json.loads(RESULTS.read_text()).get(kernel, {}).get(name) if RESULTS.exists() else None
     same = None if known is None else known == digest(first)
@@ -298,8 +299,23 @@ def run_on_gpu(name: str, kernel: str) -> Outcome:
         )
         if wrong
     ]
-    microseconds = round(1e3 * begin.elapsed_time(end) / REPLAYS, 2)
-    return Outcome(name, kernel, distance, same, repeated, microseconds, not faults, "; ".join(faults))
+    return Outcome(name, kernel, distance, same, repeated, microseconds, modelled, not faults, "; ".join(faults))
+
+
+def measured_us(call: Callable[[], object]) -> float:
+    """Return the microseconds of one of CALLS calls in a CUDA graph, the mean of REPLAYS replays after one more."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * begin.elapsed_time(end) / (REPLAYS * CALLS)
 
 
 def poison(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang_dsv4.kernel_check import __main__ as command
 from sglang_dsv4.kernel_check import children
@@ -23,7 +25,7 @@ GPU = {
 }  # fmt: skip
 OUTCOME = {
     "case": "", "kernel": "sm90", "distance": 0.001, "same_bits": True, "repeated": True, "microseconds": 3.5,
-    "ok": True, "said": "",
+    "modelled": 2.81, "ok": True, "said": "",
 }  # fmt: skip
 
 
@@ -67,7 +69,8 @@ def test_every_kernel_right(answers: Callable[..., list[list[str]]], tmp_path: P
     assert not by_name["experts, NVFP4"]["cases"]  # Hopper has no such kernel
     page = (tmp_path / "kernel_check.md").read_text()
     assert "# Kernels `sm90` on NVIDIA H200" in page and f"{len(KERNELS) - 1} of {len(KERNELS)} kernels right" in page
-    assert "| rms_norm | right | 0.001 | same | 3.5 |" in page and "What was wrong" in page  # the left-out row
+    assert "| rms_norm | right | 0.001 | same | 3.5 | 2.8 |" in page and "step_model for an H200" in page
+    assert "What was wrong" in page  # the left-out row
     assert not any("all_reduce" in argument for arguments in seen for argument in arguments)
 
 
@@ -89,7 +92,7 @@ def test_a_kernel_whose_tests_are_all_skipped_is_left_out(
 def test_a_case_that_hangs_and_a_test_that_crashes_end_alone(
     answers: Callable[..., list[list[str]]], tmp_path: Path
 ) -> None:
-    wrong = json.dumps(OUTCOME | {"case": "swiglu", "ok": False, "said": "not the emulator's bits"})
+    wrong = json.dumps(OUTCOME | {"case": "swiglu", "modelled": None, "ok": False, "said": "not the emulator's bits"})
     answers(
         rms_norm_fp8=Ended(None, 180.0, "waiting"),
         swiglu_fp8=Ended(0, 1.0, wrong),
@@ -98,6 +101,7 @@ def test_a_case_that_hangs_and_a_test_that_crashes_end_alone(
     assert command.main(["--out", str(tmp_path), "--only", "norm|SwiGLU|unpack"]) == 1
     page = (tmp_path / "kernel_check.md").read_text()
     assert "0 of 3 kernels right; wrong: norm and RoPE, router and SwiGLU, unpacking of pages" in page
+    assert "| swiglu | **WRONG** | 0.001 | same | 3.5 |  |" in page
     for said in ("no end within 180 s: waiting", "not the emulator's bits", "ended by SIGSEGV: Fatal Python"):
         assert said in page
 
@@ -145,13 +149,92 @@ def test_what_it_refuses(
 ) -> None:
     with pytest.raises(SystemExit, match=r"has no tests/kernels/conftest.py.*not in the wheel: clone"):
         command.main(["--checkout", str(tmp_path)])
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="no kernel matches 'nothing'; the kernels: quantiser"):
         command.main(["--only", "nothing"])
     answers(DESCRIBE=Ended(0, 1.0, ""), json=Ended(1, 1.0, "AssertionError: no CUDA"))
     assert command.main(["--out", str(tmp_path)]) == 2
     assert "no NVIDIA GPU answers (exit status 1):\nAssertionError: no CUDA" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["--only", "("])
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path / "file" / "folder")])
+    said = capsys.readouterr().err
+    assert "--only '(' is no regular expression" in said and "can't be written (Not a directory)" in said
     with pytest.raises(SystemExit, match=r"capability 12\.0; there are kernels for 9\.0 .* and 10\.x"):
         command.implementation_for(GPU | {"capability": [12, 0]})
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
+def test_without_a_gpu_the_reason_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """PyTorch's traceback stood there."""
+    assert command.main(["--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("no NVIDIA GPU answers (exit status 1):\ntorch ") and said.count("\n") == 2
+    assert "is a CPU build; install this package with [gpu]" in said
+
+
+def test_the_model_has_times_of_calls_that_are_timed() -> None:
+    from ops import emulated_results
+    from step_model import small_calls
+
+    for capability in ((9, 0), (10, 0), (10, 3)):
+        times = {case: small_calls.modelled_us(case, capability) for case in emulated_results.CASES}
+        counted = {case: us for case, us in times.items() if us is not None}
+        assert set(counted) == set(small_calls.CALLS) and all(1.3 < us < 10 for us in counted.values()), counted
+    assert small_calls.modelled_us("swiglu", (12, 0)) is None
+
+
+def test_calls_that_are_modelled_have_the_sizes_of_calls_that_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops import emulated_results
+    from step_model import small_calls
+
+    def arguments_of(case: str) -> tuple:
+        """The arguments with which the case calls its op."""
+        given: list[tuple] = []
+        call = emulated_results.made(case, torch.device("cpu"))
+        with monkeypatch.context() as patch:
+            op = emulated_results.CASES[case].op
+            patch.setattr(emulated_results, op, lambda *arguments, **_: given.append(arguments))
+            call("ref")
+        return given[0]
+
+    for case, (groups, rows) in small_calls.PRODUCTS.items():
+        arguments = arguments_of(case)
+        weight = next(x for x in arguments[1:] if isinstance(x, torch.Tensor) and x.shape[-1] == small_calls.DIM)
+        assert arguments[0].shape[0] == small_calls.TOKENS, case
+        assert weight.numel() == groups * rows * small_calls.DIM and weight.shape[-2] == rows, case
+    q, _, _, page_table, page_rows, _, visible, *_ = arguments_of("index_topk")
+    assert (len(q), int(visible.max())) == (small_calls.TOKENS_OF_CHOICE, small_calls.ENTRIES)
+    assert page_table.shape[1] * page_rows == small_calls.ROOM
+
+
+def test_a_time_is_that_of_one_of_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's graphs and events, replaced by counts: a replay takes 10 us for each call that was captured."""
+    from ops import emulated_results
+
+    calls, replays = [], []
+
+    class Graph:
+        def replay(self) -> None:
+            replays.append(len(calls))
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = sum(replays)
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.01 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert emulated_results.measured_us(lambda: calls.append(1)) == pytest.approx(10.0)
+    assert len(calls) == emulated_results.CALLS > 10 and len(replays) == emulated_results.REPLAYS + 1
 
 
 def test_no_gpu_test_and_no_case_is_left_out() -> None:

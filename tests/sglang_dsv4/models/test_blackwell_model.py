@@ -23,7 +23,10 @@ from dsv4_kernels.model_shapes import ModelShapes
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
 from sglang_dsv4.determinism import checks, sglang_operators
 from sglang_dsv4.layers import packed_experts
+from sglang_dsv4.model_config.layer_kinds import SWA_RATIO
 from sglang_dsv4.models.deepseek_v4 import DeepseekV4ForCausalLM
+from sglang_dsv4.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
+from sglang_dsv4.models.deepseek_v4_nextn import DeepseekV4ForCausalLMNextN
 from sglang_dsv4.seam.compat import StartupError
 from sglang_dsv4.warmup.model_shapes import model_shapes
 from sglang_dsv4.warmup.operators import log_operators_of_sglang, operators_of
@@ -33,6 +36,13 @@ SHAPE = replace(
     PRESETS["flash"], hidden_size=4096, moe_intermediate_size=2048, compress_ratios=(0, 4, 128), num_hash_layers=1,
     n_routed_experts=8, num_nextn_predict_layers=0,
 )  # fmt: skip
+DRAFTS = {
+    DeepseekV4ForCausalLMNextN: (replace(SHAPE, num_nextn_predict_layers=1), 1),
+    DeepseekV4ForCausalLMDSpark: (
+        replace(SHAPE, dspark_markov_rank=256, dspark_target_layer_ids=(0, 1, 2)), 3,
+    ),
+}  # fmt: skip
+"""Class of a draft -> the checkpoint, and the draft's layers."""
 EMBEDDING = "embedding: a gather of rows"
 Built = tuple[nn.Module, ModelShapes]
 DEEP_GEMM = f"FP8 linear layer: {sglang_operators.DEEP_GEMM}"
@@ -40,8 +50,8 @@ DEEP_GEMM = f"FP8 linear layer: {sglang_operators.DEEP_GEMM}"
 
 @pytest.fixture
 def built(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Built]]:
-    """A function that builds a model: `runner` of the experts, whether under the deterministic flag, and the words of
-    switches."""
+    """A function that builds a model or a draft: `runner` of the experts, whether under the deterministic flag, and the
+    words of switches."""
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
@@ -62,15 +72,19 @@ def built(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Iter
             finally:
                 torch.set_default_dtype(torch.float32)
 
-    def build(runner: str = "dsv4", deterministic: bool = False, **switches: str) -> Built:
+    def build(
+        runner: str = "dsv4", deterministic: bool = False, of: type[nn.Module] = DeepseekV4ForCausalLM, **switches: str
+    ) -> Built:
+        shape, layers = DRAFTS.get(of, (SHAPE, 0))
+        geometry = replace(GEOMETRY, ratios=(SWA_RATIO,) * layers) if layers else GEOMETRY
         for name, word in switches.items():
             monkeypatch.setenv(name, word)
         monkeypatch.setattr(packed_experts, "get_moe_runner_backend", lambda: SimpleNamespace(value=runner))
         registry.require_batch_invariance(deterministic)
         with on_meta():
             fp8 = Fp8Config(True, weight_block_size=[128, 128])
-            model = DeepseekV4ForCausalLM(SimpleNamespace(**hf_config(SHAPE)), fp8)
-            return model, model_shapes(model.dsv4_config, replace(GEOMETRY, dtype=torch.bfloat16), 64, CUDA)
+            model = of(SimpleNamespace(**hf_config(shape)), fp8)
+            return model, model_shapes(model.dsv4_config, replace(geometry, dtype=torch.bfloat16), 64, CUDA)
 
     yield build
     registry.require_batch_invariance(False)
@@ -89,6 +103,17 @@ def test_under_the_flag_all_operators_are_ours_but_the_embedding(
     with caplog.at_level(logging.INFO):
         log_operators_of_sglang(model)
     assert caplog.messages[-1] == f"operators of SGLang's in a forward: {EMBEDDING} (model.embed)"
+
+
+@pytest.mark.parametrize("of", DRAFTS, ids=["EAGLE", "DSPARK"])
+def test_under_the_flag_all_operators_of_a_draft_are_ours(built: Callable[..., Built], of: type[nn.Module]) -> None:
+    """A DSpark draft has no embedding of its own."""
+    model, shapes = built(deterministic=True, of=of)
+    found = operators_of(model, shapes)
+    assert found.of_sglang == ({} if of is DeepseekV4ForCausalLMDSpark else {EMBEDDING: "model.embed"})
+    assert set(found.ours.values()) == {"sm100"}
+    assert {"linear_fp8", "mxfp4_experts_forward", "sparse_attention", "linear_fp32"} <= set(found.ours)
+    checks.check_model(model)
 
 
 def test_without_the_flag_products_are_deep_gemm_s_and_cublas_s(built: Callable[..., Built]) -> None:

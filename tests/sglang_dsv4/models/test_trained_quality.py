@@ -2,7 +2,7 @@
 
 A window is served in chunks and, at its end, by decode steps; its KL to the reference is the mean over positions. In
 fp32 without quantisers every log-probability may be off by `TOLERANCE`. In bf16 with the release's quantisers the mean
-KL may be twice that of the reference in bf16. `tests/serving/test_figures.py` measures servers in every configuration.
+KL may be twice that of the reference in bf16. `tests/serving/test_quality.py` measures servers in every configuration.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from lib import quality_figures as figures
 from lib.quality_measuring import FP32_BOUND, inputs
+from model.dspark_draft import DSparkDraft
 from model.harness import Draft, Harness
 from model.oracle import read_dequantised
-from model.planted_faults import FAULTS, tap_of_another_layer, wrong_experts_scale
+from model.planted_faults import FAULTS, tap_of_another_layer, taps_of_the_layers_before, wrong_experts_scale
 from model.reference import FULL, OFF, Reference
+from model.trained import by_dspark
 from torch import Tensor
+from train_tiny import variants
 
 TRAINED = Path(__file__).resolve().parents[3] / "trained"
 TOKENS, CHUNK, DECODED = 300, 128, 8
@@ -153,3 +156,71 @@ def test_a_draft_tap_at_the_wrong_layer_lowers_the_acceptance(in_fp32: Harness, 
         wrong = drafted(in_fp32, draft)
     error = math.sqrt(share * (1 - share) / sum(len(one) for one in wrong))
     assert divergence(wrong) > 100 * FP32_BOUND and accepted_share(wrong) < share - 3 * error
+
+
+BLOCKS = 12
+"""Blocks of a DSpark draft in each conversation, one at each of its last tokens that have a whole block after them."""
+
+
+@pytest.fixture(scope="module")
+def dspark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained checkpoint with its DSpark draft."""
+    folder = tmp_path_factory.mktemp("trained") / "dspark"
+    variants.write("dspark", TRAINED, folder)
+    return folder
+
+
+def short_conversations() -> list[Tensor]:
+    return [tokens for tokens in conversations() if len(tokens) < 300]
+
+
+def anchors(tokens: Tensor, block: int) -> range:
+    """Return the positions at which blocks begin."""
+    end = len(tokens) - block
+    return range(end - BLOCKS, end)
+
+
+def served_blocks(harness: Harness, draft: DSparkDraft) -> list[list[list[int]]]:
+    """Return the proposals of each block of each conversation; prompts are prefilled, later tokens decoded."""
+    found = []
+    for tokens in short_conversations():
+        request, blocks = harness.open(), []
+        try:
+            at = anchors(tokens, draft.model.gamma)
+            ((_, taps),) = harness.step_with_streams([(request, tokens[: at[0]].tolist())])
+            draft.inject_prefill(request, taps, 0)
+            for position in at:
+                anchor = int(tokens[position])
+                blocks += draft.drafts(draft.blocks([(request, anchor)]), [anchor])
+                ((_, taps),) = harness.step_with_streams([(request, [anchor])], "decode")
+                draft.inject_prefill(request, taps, position)
+        finally:
+            harness.close(request)
+        found.append(blocks)
+    return found
+
+
+def accepted_runs(blocks: list[list[list[int]]]) -> Tensor:
+    """Return the number of leading proposals of each block that are the conversation's tokens, fp64."""
+    runs = []
+    for tokens, of_chat in zip(short_conversations(), blocks, strict=True):
+        for position, block in zip(anchors(tokens, len(of_chat[0])), of_chat, strict=True):
+            right = torch.tensor(block) == tokens[position + 1 : position + 1 + len(block)]
+            runs.append(int(right.long().cumprod(0).sum()))
+    return torch.tensor(runs, dtype=torch.float64)
+
+
+def test_dspark_taps_of_wrong_layers_lower_the_acceptance(dspark: Path) -> None:
+    """Proposals are the reference's. With the fault blocks get shorter, by more than three standard errors of their
+    differences."""
+    harness = Harness(dspark, dtype="float32", qat="off", max_total_tokens=2048, speculative_algorithm="DSPARK")
+    draft = DSparkDraft(harness)
+    right = served_blocks(harness, draft)
+    for tokens, blocks in zip(short_conversations(), right, strict=True):
+        propose = by_dspark(tokens, dspark)
+        assert blocks == [propose(position) for position in anchors(tokens, draft.model.gamma)]
+    with taps_of_the_layers_before(harness):
+        wrong = served_blocks(harness, draft)
+    shorter = accepted_runs(right) - accepted_runs(wrong)
+    assert accepted_runs(right).mean() > 2
+    assert shorter.mean() > 3 * shorter.std() / math.sqrt(len(shorter))

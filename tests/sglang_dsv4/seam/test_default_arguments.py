@@ -113,6 +113,38 @@ def test_a_draft_has_the_runner_of_its_target(resolved: Callable[..., Any], monk
         assert found.moe_runner_backend == found.speculative_moe_runner_backend == "dsv4"
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 3),
+        ({"speculative_num_steps": 2}, 2),
+        ({"speculative_num_draft_tokens": 6}, 5),
+        ({"speculative_eagle_topk": 1}, 3),
+        ({"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2}, 1),
+    ],
+    ids=["the algorithm alone", "steps", "draft tokens", "top-k", "all"],
+)
+def test_eagle_needs_no_further_flags(given: dict[str, int], steps: int, resolved: Callable[..., Any]) -> None:
+    """SGLang stopped with "Only EAGLE speculative algorithm with topk == 1 is supported" unless all were given."""
+    found = resolved(speculative_algorithm="EAGLE", **given)
+    numbers = found.speculative_num_steps, found.speculative_eagle_topk, found.speculative_num_draft_tokens
+    assert numbers == (steps, 1, steps + 1)
+
+
+def test_a_group_of_ranks_can_share_drafts_that_nobody_chose(resolved: Callable[..., Any]) -> None:
+    """Draft tokens must be a multiple of a group's ranks, and an unset number counted as one. The next check names
+    what this checkpoint can't share."""
+    with pytest.raises(ValueError, match=r"on 4 ranks: the shared expert's 256 channels"):
+        resolved(speculative_algorithm="EAGLE", tp_size=4, attn_dp_size=2)
+
+
+def test_what_eagle_cannot_do_is_refused(resolved: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"--speculative-num-draft-tokens of at least 2, got 1: .* Leave the flag out"):
+        resolved(speculative_algorithm="EAGLE", speculative_num_draft_tokens=1)
+    with pytest.raises(AssertionError, match="topk == 1"):
+        resolved(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
+
+
 @pytest.mark.parametrize("generation", [9, 10])
 @pytest.mark.parametrize("runner", moe_runner.ON_BLACKWELL)
 def test_runners_for_blackwell_may_be_named_there(
@@ -127,6 +159,25 @@ def test_runners_for_blackwell_may_be_named_there(
         refuse(given)  # SGLang may have chosen it
         with pytest.raises(ValueError, match=f"--moe-runner-backend {runner}: .* marlin on Hopper"):
             refuse(given, as_given=True)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=str)
+def test_gpus_that_have_kernels_are_served(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    refuse_unsupported_arguments(arguments(device="cuda"), CONFIG)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=str)
+def test_other_gpus_are_refused_by_name(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers there computed every op by its definition in PyTorch, and said only that CUDA graphs are off."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX PRO 6000")
+    number = f"{capability[0]}\\.{capability[1]}"
+    with pytest.raises(ValueError, match=rf"no kernels for NVIDIA RTX PRO 6000 .*{number}.* H100, H200.* B200, B300"):
+        refuse_unsupported_arguments(arguments(device="cuda"), CONFIG)
+    refuse_unsupported_arguments(arguments(device="cpu"), CONFIG)
 
 
 def test_ranks_that_cannot_share_the_model_are_refused_in_the_launcher(resolved: Callable[..., Any]) -> None:

@@ -81,7 +81,6 @@ def test_a_folder_without_sglang_is_refused(tmp_path: Path) -> None:
         Tree(tmp_path)
 
 
-@pytest.mark.slow
 def test_digests_are_those_of_the_tested_version() -> None:
     """`PYTHONPATH=tests/lib python -m upstream.report --write` renews them."""
     installed = report.installed()

@@ -177,3 +177,43 @@ def test_reading_the_batch_between_two_breaks_is_noticed(run: Run, graphs: Prefi
 
     with mock.patch.object(graph_breaks, "has_breaks", lambda: False), pytest.raises(AssertionError, match="batch"):
         run()
+
+
+class _Graph:
+    """In place of SGLang's graph with breaks, which needs a GPU: a replay calls the function."""
+
+    def __init__(self) -> None:
+        self.segments: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for segment in self.segments:
+            segment()
+
+
+def test_nothing_borrows_the_memory_of_graphs_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang lends the pool's free memory to other work, and refuses while a graph is captured or replayed."""
+    from sglang.srt.model_executor.runner_backend_utils import breakable_cuda_graph
+    from sglang.srt.model_executor.runner_utils import pool
+
+    def borrow() -> None:
+        with pool.graph_pool_user_scope("input logits"):
+            pass
+
+    def capture(graph: _Graph, *arguments: object, **options: object) -> contextlib.AbstractContextManager:
+        graph.segments.append(borrow)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(breakable_cuda_graph, "BreakableCUDAGraph", _Graph)
+    monkeypatch.setattr(breakable_cuda_graph, "BreakableCUDAGraphCapture", capture)
+    monkeypatch.setattr(pool, "graph_pool_borrow_enabled", lambda: True)
+    monkeypatch.setattr(pool, "get_or_create_global_graph_memory_pool", lambda device: None)
+    state = pool.GraphPoolBorrowState()
+    monkeypatch.setattr(pool, "_get_graph_pool_borrow_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(prefill_graphs, "get_parallel", lambda: SimpleNamespace(tp_group=mock.Mock()))
+    with pytest.raises(RuntimeError, match="live user 'CUDA graph'; cannot use it for 'input logits'"):
+        prefill_graphs.recorded(borrow, None)
+    replay = prefill_graphs.recorded(lambda: None, None)
+    with pytest.raises(RuntimeError, match="live user 'CUDA graph'; cannot use it for 'input logits'"):
+        replay()
+    borrow()
