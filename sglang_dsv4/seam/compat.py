@@ -87,20 +87,6 @@ def place_of_rank(receiver: Any, *rank: int) -> dict[str, Any] | None:
     return receiver._get_bootstrap_info_from_server(*rank)
 
 
-def set_timeout(group: Any, seconds: int) -> None:
-    """Let collectives of a group wait at most `seconds` for another rank; PyTorch sets it when the group is made.
-
-    Args:
-        group: a `torch.distributed.ProcessGroup`.
-        seconds: above 0.
-    """
-    from datetime import timedelta
-
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def is_ours(architectures: list[str] | None) -> bool:
     """Whether this package serves a model of these architectures."""
     return any(architecture in ARCHITECTURES for architecture in architectures or ())

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from sglang_dsv4.seam.compat import set_timeout
+from sglang_dsv4.seam.compat import is_ours
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -23,24 +25,22 @@ SIGNS = ("connection closed by peer", "connection reset by peer", "broken pipe",
 """Parts of messages of gloo and NCCL about a peer that is gone, in lower case."""
 
 
-def limit_waits() -> None:
-    """Let this rank wait for others' parts of a collective between CPUs for `--dist-timeout` seconds, if it is given.
+def limit_waits(original: Callable[..., None], group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
+    """Make a group of ranks whose exchanges between CPUs wait for `--dist-timeout` seconds too, if the flag is given.
 
-    SGLang takes the flag for the groups of devices, and lets ranks wait for two hours for the next requests.
+    Around the constructor, which takes the flag for exchanges between devices, and waits for two hours between CPUs:
+    for the next requests, for example, or for the sizes of a stage's rows.
     """
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel, process_model_config
 
-    parallel = get_parallel()
-    if parallel.dist_timeout is None:
-        return
-    for group in (parallel.world_group, parallel.tp_group, parallel.attn_tp_group):
-        set_timeout(group.cpu_group, parallel.dist_timeout)
+    seconds = get_parallel().dist_timeout
+    if seconds is not None and is_ours(process_model_config().hf_config.architectures):
+        kwargs["gloo_timeout"] = timedelta(seconds=seconds)
+    original(group, *args, **kwargs)
 
 
 def explain(original: Callable[[Scheduler], None], scheduler: Scheduler) -> None:
     """Run the scheduler's loop; log what an error of a lost connection means. Around ``Scheduler.run_event_loop``."""
-    if live_parts() is not None:
-        limit_waits()
     try:
         original(scheduler)
     except RuntimeError as error:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import multiprocessing
 import re
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 from sglang_dsv4.seam import lost_rank
 
@@ -40,7 +42,6 @@ def test_errors_of_gloo_and_nccl_are_known(
     message: str, lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lost_rank, "live_parts", lambda: True)
-    monkeypatch.setattr(lost_rank, "limit_waits", lambda: None)
 
     def loop(scheduler: object) -> None:
         raise RuntimeError(message)
@@ -50,45 +51,40 @@ def test_errors_of_gloo_and_nccl_are_known(
     assert (f"another rank of this server has ended, or can't be reached any longer ({message})" in caplog.text) == lost
 
 
-def wait_for_a_silent_rank(rank: int, port: int, results: multiprocessing.Queue) -> None:
-    """Wait as SGLang's scheduler does: rank 1 waits for rank 0, which sends nothing and closes nothing."""
-    meet(rank, port)
-    group = torch.distributed.new_group([0, 1], backend="gloo", timeout=timedelta(hours=2))
-    torch.distributed.barrier(group)
-    if rank == 0:
-        results.get(timeout=100)
-        return
-    of_cpus = SimpleNamespace(cpu_group=group)
-    parallel = SimpleNamespace(dist_timeout=2, world_group=of_cpus, tp_group=of_cpus, attn_tp_group=of_cpus)
-    with mock.patch("sglang.srt.runtime_context.get_parallel", lambda: parallel):
-        lost_rank.limit_waits()
-    try:
-        torch.distributed.broadcast(torch.zeros(1), src=0, group=group)
-    except RuntimeError as error:
-        assert lost_rank.is_of_lost_rank(error), error
-        results.put("lost")
+class Made(Exception):
+    """The first group of CPUs is made, with this time limit."""
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_silent_is_waited_for_as_long_as_the_flag_says() -> None:
-    """Through gloo itself; SGLang's groups of CPUs wait for two hours."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results, begin = context.Queue(), context.Queue()
-    silent, waiting = (
-        context.Process(target=wait_for_a_silent_rank, args=(rank, port, queue))
-        for rank, queue in ((0, begin), (1, results))
-    )
-    for process in (silent, waiting):
-        process.start()
-    try:
-        assert results.get(timeout=90) == "lost"
-    finally:
-        begin.put("end")
-        for process in (silent, waiting):
-            process.join(60)
+@pytest.mark.parametrize(
+    ("flag", "architecture", "seconds"),
+    [
+        (None, "DeepseekV4ForCausalLM", 7200),
+        (20, "DeepseekV4ForCausalLM", 20),
+        (20, "Qwen3ForCausalLM", 7200),
+    ],
+)
+def test_groups_of_cpus_wait_as_long_as_the_flag_says(
+    flag: int | None, architecture: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through SGLang's own constructor, which gives them two hours."""
+
+    def new_group(ranks: list[int], backend: str, timeout: timedelta | None, **others: object) -> None:
+        if others["group_desc"] == "tp:cpu":
+            raise Made(timeout)
+
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(dist_timeout=flag))
+    monkeypatch.setattr("sglang.srt.runtime_context.process_model_config", lambda: config)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(parallel_state, "_register_group", lambda group: None)
+    others = inspect.signature(inspect.unwrap(GroupCoordinator.__init__)).parameters
+    given = {name: False for name in others if name.startswith("use_")}
+    given |= {"group_ranks": [[0]], "local_rank": 0, "torch_distributed_backend": "gloo", "group_name": "tp"}
+    with pytest.raises(Made) as made:
+        original = inspect.unwrap(GroupCoordinator.__init__)
+        lost_rank.limit_waits(original, object.__new__(GroupCoordinator), **given)
+    assert made.value.args == (timedelta(seconds=seconds),)
 
 
 @pytest.mark.slow
