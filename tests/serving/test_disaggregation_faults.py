@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,29 @@ def test_a_request_that_a_pause_retracts_goes_on(checkpoint: Path, tmp_path: Pat
         assert answer["output_ids"] == expected[0] and bits(answer) == expected
         assert answer["meta_info"]["num_retractions"] == paused == 2
         assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+
+
+def test_a_request_that_a_pause_retracts_can_be_aborted(checkpoint: Path, tmp_path: Path) -> None:
+    """By its id, and by a further pause that ends all requests; that pause waited for it without an end."""
+    with running_pair(checkpoint, tmp_path, *FLAGS, decode=RADIX) as pair, ThreadPoolExecutor(1) as pool:
+
+        def tell(route: str, **words: str) -> None:
+            requests.post(f"{pair.decode.url}/{route}", json=words, timeout=60).raise_for_status()
+
+        for end in (partial(tell, "abort_request", rid="one"), partial(tell, "pause_generation", mode="abort")):
+            answer = pool.submit(pair.both, some(1, 300), "one", max_new_tokens=3000)
+            wait_until(lambda: running(pair.decode) == 1)
+            tell("pause_generation", mode="retract")
+            end()
+            assert answer.result(60), "during the pause"
+            tell("continue_generation")
+            assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+        assert pair.post(some(1, 300)).status_code == 200
+
+
+def running(server: Server) -> int:
+    """Return the number of requests that a server decodes."""
+    return sum(load["num_running_reqs"] for load in requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"])
 
 
 TRANSPORTS = [pytest.param((), id="sockets"), pytest.param(NIXL, id="nixl", marks=needs_nixl)]
