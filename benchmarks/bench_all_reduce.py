@@ -43,7 +43,7 @@ from torch import Tensor, distributed
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
 from dsv4_kernels.host.mailboxes import FEWEST_THREADS, MOST_CHANNELS, MOST_THREADS, Mailboxes
 from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts
-from dsv4_kernels.hyper_connection.gpu import most_tokens_of_parts
+from dsv4_kernels.hyper_connection.choice import most_tokens_of_parts
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -9,7 +9,7 @@ Between two sublayers of DeepSeek-V4: `hc_post` of the one, `hc_pre` of the next
     ours_then_fp8  ours, and `fp8_quantise` of x: two launches
     ours_of_experts (up to 64 tokens) as `ours_fp8`, after a sum over six experts and the shared expert
     ours_sum_apart the same in two launches: the sum, and `ours_fp8`
-    ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of `gpu.chosen`'s choice
+    ours_by_NxM    (--sweep) as ours, with groups of N tokens and M teams a CTA instead of `choice.chosen`'s choice
     ours_by_N_alone (--sweep) with groups of N tokens, one CTA a multiprocessor, and interleaved products
     sglang         `mhc_fused_post_pre` as SGLang 0.5.23 calls it by default: TileLang; above 32 tokens with DeepGEMM's
                    `tf32_hc_prenorm_gemm`. fn is rounded to TF32 there

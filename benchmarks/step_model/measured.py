@@ -12,8 +12,8 @@ from lib.experts_inputs import MODELS, Model
 from lib.fp8_layers import LAYERS as FP8_LAYERS
 from lib.invariant_linear_layers import LAYERS as FP32_LAYERS
 
-from dsv4_kernels.hyper_connection import gpu as hyper_connection
-from dsv4_kernels.hyper_connection.gpu import MOST_TOKENS_OF_ONE_CTA
+from dsv4_kernels.hyper_connection import choice
+from dsv4_kernels.hyper_connection.choice import MOST_TOKENS_OF_ONE_CTA
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS
 from dsv4_kernels.linear.gpu import TILES
 from dsv4_kernels.moe.sm90.plan import NARROW, PAIRED, WIDE
@@ -100,7 +100,7 @@ def chain() -> Iterator[Case]:
     names = [name for name in rows.ROW_KERNELS if name != "compress_store"]
     for row in document["rows"]:
         tokens = row["tokens"]
-        plan = replace(hyper_connection.chosen(tokens, 4096, PRE_ROWS, True, False, True), one_cta=False)  # of that day
+        plan = replace(choice.chosen(tokens, 4096, PRE_ROWS, True, False, True), one_cta=False)  # of that day
         launches = [rows.boundary("boundary", tokens, 4096, gpu, plan)] * 2
         launches += [rows.row_kernel(name, tokens, gpu) for name in names]
         for key, early in (("us", False), ("early_us", True)):
@@ -127,7 +127,7 @@ def boundaries_alone() -> Iterator[Case]:
         for size in document["sizes"]:
             tokens = size["rows"]
             if ranks == 4 or tokens > 64:
-                plan = hyper_connection.chosen(tokens, document["dim"], PRE_ROWS, True, False, True)
+                plan = choice.chosen(tokens, document["dim"], PRE_ROWS, True, False, True)
                 for key, one_cta in (("boundary", False), ("boundary_wide", True)):
                     launch = rows.boundary("boundary", tokens, document["dim"], gpu, replace(plan, one_cta=one_cta))
                     name = f"{tokens} rows, {2 - one_cta} CTAs a multiprocessor"
@@ -149,7 +149,7 @@ def sums_and_boundaries() -> Iterator[Case]:
         document, gpu = _read(f"boundary_h200_x{ranks}")
         for size in document["sizes"]:
             tokens, dim = size["rows"], document["dim"]
-            plan = replace(hyper_connection.chosen(tokens, dim, PRE_ROWS, True, False, True), one_cta=False)
+            plan = replace(choice.chosen(tokens, dim, PRE_ROWS, True, False, True), one_cta=False)
             summed = rows.sum_over_ranks("sum", tokens, dim, ranks, gpu)
             launches = summed, rows.boundary("boundary", tokens, dim, gpu, plan)
             yield Case(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lib.experts_inputs import CHOSEN
 
 from dsv4_kernels.host.mailboxes import CLUSTER
-from dsv4_kernels.hyper_connection import gpu as hyper_connection
+from dsv4_kernels.hyper_connection import choice
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, STREAMS, Plan
 from step_model.attention import CLUSTERS, REMOTE_CLOCKS
 from step_model.hardware import L2_CLOCKS, Gpu
@@ -104,7 +104,7 @@ def boundary(
     """
     at_once = at_once or CLUSTERS[CLUSTER]
     form = (dim, PRE_ROWS, True, False, True)
-    plan = plan or hyper_connection.chosen(tokens, *form, None if gpu.is_hopper else at_once)
+    plan = plan or choice.chosen(tokens, *form, None if gpu.is_hopper else at_once)
     groups = -(-tokens // plan.tokens)
     keeps = plan.teams > 1
     rounds = -(-groups // at_once)
@@ -175,7 +175,7 @@ def boundary_of_parts(
     alone = boundary(name, tokens, dim, gpu, plan, at_once, unbalanced)
     parts = sum_over_ranks(name, tokens, dim, ranks, gpu)
     if in_turn:
-        plan = plan or hyper_connection.chosen(tokens, dim, PRE_ROWS, True, False, True)
+        plan = plan or choice.chosen(tokens, dim, PRE_ROWS, True, False, True)
         alone = replace(alone, from_l2=alone.from_l2 + 1 + plan.runs)
     return replace(alone, crossings=1, link=parts.link, waits_for_link=True, l2=alone.l2 + parts.l2)
 
@@ -185,9 +185,7 @@ def summing_experts(boundary: Launch, tokens: int, dim: int, gpu: Gpu) -> Launch
 
     It reads a token's list, and then seven rows in place of one: of its experts and of the shared expert.
     """
-    plan = hyper_connection.chosen(
-        tokens, dim, PRE_ROWS, True, False, True, None if gpu.is_hopper else CLUSTERS[CLUSTER]
-    )
+    plan = choice.chosen(tokens, dim, PRE_ROWS, True, False, True, None if gpu.is_hopper else CLUSTERS[CLUSTER])
     rows = tokens * CHOSEN * dim * 2
     return replace(
         boundary,

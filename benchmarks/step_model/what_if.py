@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4_kernels.host.arch import ARCHITECTURES
-from dsv4_kernels.hyper_connection import gpu as hyper_connection
+from dsv4_kernels.hyper_connection import choice
 from dsv4_kernels.hyper_connection.plan import PRE_ROWS, Plan
 from dsv4_kernels.linear import fp8_tcgen05_plan
 from dsv4_kernels.linear import gpu as linear
@@ -137,7 +137,7 @@ def boundaries(ranks: int = 4) -> list[dict[str, object]]:
     for dim in (4096, 7168):
         form = (dim, PRE_ROWS, True, False, True)
         for tokens in (16, 64, 128):
-            hopper = hyper_connection.chosen(tokens, *form)
+            hopper = choice.chosen(tokens, *form)
             larger = Plan(min(8, 2 * hopper.tokens), dim, PRE_ROWS, True, fp8=True, one_cta=True)
             plans = {
                 "as on Hopper, 15": (hopper, 15),

@@ -42,8 +42,8 @@ with the attribute:
 
 6. The CTAs of `all_reduce` and of `hc_boundary_of_parts` wait for CTAs of other GPUs, which each GPU starts in the
    order of its stream. Of their own GPU they wait for their own cluster at most, and all CTAs of a launch are resident
-   at once (128 at most; `hyper_connection.gpu.with_parts` bounds the clusters), so the launches have the attribute. The
-   kernels that come before one on another GPU wait for nothing that this launch holds. Sums of a group are in one
+   at once (128 at most; `hyper_connection.choice.with_parts` bounds the clusters), so the launches have the attribute.
+   The kernels that come before one on another GPU wait for nothing that this launch holds. Sums of a group are in one
    stream on every GPU, in one order; a second stream that waits for the first through an event only is safe.
 
 CUDA graphs: a captured launch with the attribute gets a programmatic edge from the kernel before it in its stream, and

@@ -160,7 +160,7 @@ def hc_boundary_of_parts(
 
     Args:
         part: [T, d] fp32 or bf16, this rank's, or the rows of experts whose sum it is; a GPU's kernel takes at most
-            `gpu.most_tokens_of_parts` tokens.
+            `choice.most_tokens_of_parts` tokens.
         mailboxes: of the group, on the device of `part`.
         streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances: as in
             `hc_boundary`.

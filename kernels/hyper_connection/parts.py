@@ -11,7 +11,7 @@ Who waits for whom and why the wait ends is described in `all_reduce/gpu.py`; wh
                                   uses.
     a thread that polls           waits for the thread with the same indices on every other rank, which sends before it
                                   polls. A CTA also waits for its cluster, so all CTAs of a launch must be resident at
-                                  once: `gpu.with_parts` bounds their number.
+                                  once: `choice.with_parts` bounds their number.
     a token after the last one    sends and awaits nothing, on all ranks alike.
 """
 

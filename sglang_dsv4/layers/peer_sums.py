@@ -160,7 +160,7 @@ def boundary_tokens(dim: int, parts: torch.dtype, dtype: torch.dtype) -> int:
     if _mailboxes is None or dtype != torch.bfloat16:  # the boundary's kernels compute in bf16
         return 0
     # The kernels' compiler is missing where there is no GPU.
-    from dsv4_kernels.hyper_connection.gpu import most_tokens_of_parts
+    from dsv4_kernels.hyper_connection.choice import most_tokens_of_parts
 
     return min(BOUNDARY_TOKENS, most_tokens_of_parts(_mailboxes, dim, parts))
 

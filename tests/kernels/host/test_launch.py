@@ -63,9 +63,9 @@ def test_the_hyper_connections_kernel_is_found_without_work(
     compiled: list[tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every forward looks its kernels up: the structure of shared memory is made by the compiler only."""
-    from dsv4_kernels.hyper_connection import gpu, kernel
+    from dsv4_kernels.hyper_connection import choice, gpu, kernel
 
-    plan = gpu.chosen(8, 4096, 24, True, False)
+    plan = choice.chosen(8, 4096, 24, True, False)
     gpu.compile(plan, "sm_90a")
     monkeypatch.setattr(kernel, "shared_memory", lambda plan: pytest.fail("made in a call"))
     gpu.compile(plan, "sm_90a")

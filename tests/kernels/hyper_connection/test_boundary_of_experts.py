@@ -147,7 +147,7 @@ def test_a_missing_wait_is_noticed(kernel: str) -> None:
 def test_what_is_compiled_ahead(arch: str, fp32: bool, ranks: int) -> None:
     """The plans of all calls of few tokens that sum over experts, and no other."""
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
 
     model = SimpleNamespace(
         hidden_size=4096,
@@ -164,11 +164,11 @@ def test_what_is_compiled_ahead(arch: str, fp32: bool, ranks: int) -> None:
     called = set()
     for tokens in range(1, MOST_TOKENS["sm90" if arch == "sm_90a" else "sm100"] + 1):
         for clusters in (None,) if arch == "sm_90a" else range(20):
-            plan = gpu.chosen(tokens, 4096, 24, True, False, True, clusters)
+            plan = choice.chosen(tokens, 4096, 24, True, False, True, clusters)
             boxes, at_once = Plan.of(4, 2 << 20), 16 if clusters is None else clusters
-            plan = gpu.with_parts(plan, boxes, at_once, tokens, dtype) if ranks else plan
+            plan = choice.with_parts(plan, boxes, at_once, tokens, dtype) if ranks else plan
             if plan is not None:
-                plan = replace(gpu.served(plan, tokens), experts=6)
+                plan = replace(choice.served(plan, tokens), experts=6)
                 ahead = arch == "sm_90a" and tokens == 1
                 called |= {plan, replace(plan, reads_ahead=True)} if ahead else {plan}
     compiled = {job.args[0] for job in jobs}

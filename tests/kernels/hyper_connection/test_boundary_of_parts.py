@@ -197,13 +197,13 @@ def test_the_models_widths(dim: int, ranks: int, fp32: bool) -> None:
     from lib.cubin import resources
     from ptx_emulator import emulated
 
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS
 
     parts = torch.float32 if fp32 else torch.bfloat16
     boxes = Plan.of(ranks, 2 << 20)
     for num_tokens, tokens in ((1, 1), (5, 2), (17, 4), (65, 8)):
-        plan = gpu.with_parts(gpu.chosen(num_tokens, dim, 24, True, False, True), boxes, 16, num_tokens, parts)
+        plan = choice.with_parts(choice.chosen(num_tokens, dim, 24, True, False, True), boxes, 16, num_tokens, parts)
         assert plan is not None and plan.tokens == tokens
         with emulated(arch="sm_90a"):
             numbers = resources(gpu.compile(plan, "sm_90a").__cubin__)
@@ -218,7 +218,7 @@ def test_the_models_widths(dim: int, ranks: int, fp32: bool) -> None:
 
 def test_which_calls_fit() -> None:
     """A launch needs a channel for each CTA, clusters that run at once, and places for its pieces."""
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice
 
     def most(
         boxes: Plan,
@@ -229,7 +229,7 @@ def test_which_calls_fit() -> None:
     ) -> int:
         empty = torch.zeros(1, dtype=torch.int32)
         made = Mailboxes(None, 0, boxes, (), empty, empty, empty, 1, clusters)
-        return gpu.most_tokens_of_parts(made, dim, parts, name)
+        return choice.most_tokens_of_parts(made, dim, parts, name)
 
     boxes = Plan.of(4, 2 << 20)
     assert (boxes.channels, boxes.places) == (128, 2)
@@ -252,17 +252,17 @@ def test_which_calls_fit() -> None:
 def test_what_is_compiled_ahead(arch: str, fp32: bool) -> None:
     """The plan of every call of up to the most tokens, for parts in each dtype, on a GPU that runs any number of
     clusters, and no other."""
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
 
     shapes = {"hidden_size": 4096, "quantises_inputs": True, "experts_sum_fp32": fp32, "peer_sum_ranks": 4}
     shapes["leaves_expert_rows"] = False
     model = SimpleNamespace(**shapes, peer_boundary_tokens=64)
     compiled = {job.args for job in gpu.parts_compile_jobs(model, arch)}
     called = {
-        (gpu.served(gpu.with_parts(plan, Plan.of(4, 2 << 20), clusters, tokens, parts), tokens), arch)
+        (choice.served(choice.with_parts(plan, Plan.of(4, 2 << 20), clusters, tokens, parts), tokens), arch)
         for tokens in range(1, 65)
         for clusters in ((16,) if arch == "sm_90a" else range(4, 20))
-        for plan in [gpu.chosen(tokens, 4096, 24, True, False, True, None if arch == "sm_90a" else clusters)]
+        for plan in [choice.chosen(tokens, 4096, 24, True, False, True, None if arch == "sm_90a" else clusters)]
         for parts in (torch.bfloat16, *([torch.float32] if fp32 else []))
     }
     assert compiled == called and len(called) == (3 if arch == "sm_90a" else 5) * (1 + fp32)
@@ -287,12 +287,12 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("plan", [Plan.of(2, 2 << 20), Plan.of(8, 1 << 20), Plan.of(2, MOST_BYTES, 64, 32, 24)])
 def test_no_two_pieces_share_a_place(plan: Plan) -> None:
     """The pieces of a CTA's threads lie in its channel, apart from each other and from those of other senders."""
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
 
     for dim in (1024, 4096, 7168):
         for tokens in (1, 2, 4, 8):
             for parts in (torch.bfloat16, torch.float32):
-                made = gpu.with_parts(gpu.Plan(tokens, dim, 24, True), plan, 16, tokens, parts)
+                made = choice.with_parts(gpu.Plan(tokens, dim, 24, True), plan, 16, tokens, parts)
                 if made is None:
                     continue
                 size = made.piece_words * 4

@@ -4,13 +4,13 @@ import pytest
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 
-from dsv4_kernels.hyper_connection import gpu
+from dsv4_kernels.hyper_connection import choice
 from dsv4_kernels.hyper_connection.plan import Plan
 
 
 def test_which_plan() -> None:
     def chosen(num_tokens: int, d: int = 4096) -> tuple[int, int]:
-        plan = gpu.chosen(num_tokens, d, 24, True, False)
+        plan = choice.chosen(num_tokens, d, 24, True, False)
         return plan.tokens, plan.teams
 
     assert [chosen(n) for n in (1, 4, 5, 16, 17, 64, 65, 128)] == [(n, 1) for n in (1, 1, 2, 2, 4, 4, 8, 8)]
@@ -22,7 +22,7 @@ def test_which_plan_on_blackwell() -> None:
     """Groups as small as on Hopper if all clusters run at once, else larger ones; every plan is compiled ahead."""
 
     def chosen(num_tokens: int, clusters: int, d: int = 4096, rows: int = 24, post: bool = True) -> Plan:
-        return gpu.chosen(num_tokens, d, rows, post, False, rows == 24, clusters)
+        return choice.chosen(num_tokens, d, rows, post, False, rows == 24, clusters)
 
     def wide(tokens: int, d: int = 4096) -> Plan:
         return Plan(tokens, d, 24, True, fp8=True, one_cta=True, interleaved=True)
@@ -34,13 +34,13 @@ def test_which_plan_on_blackwell() -> None:
     assert [chosen(n, 15, 7168) for n in (60, 64)] == [wide(4, 7168), wide(8, 7168)]
     assert wide(8).side_by_side == 4 and wide(8, 7168).side_by_side == Plan(8, 4096, 24, True).side_by_side == 1
     for n in (129, 8192):
-        assert chosen(n, 15) == gpu.chosen(n, 4096, 24, True, False, True)
-    assert chosen(64, 15, rows=4) == gpu.chosen(64, 4096, 4, True, False)  # of hc_finish
+        assert chosen(n, 15) == choice.chosen(n, 4096, 24, True, False, True)
+    assert chosen(64, 15, rows=4) == choice.chosen(64, 4096, 4, True, False)  # of hc_finish
     for fewest in (1, 30):
-        compiled = set(gpu.plans(4096, True, "sm_100a", fewest=fewest))
+        compiled = set(choice.plans(4096, True, "sm_100a", fewest=fewest))
         forms = [{"rows": rows, "post": post} for rows, post in ((24, True), (24, False), (4, True))]
         made = ((chosen(n, c, **form), n) for n in range(fewest, 200) for c in range(20) for form in forms)
-        needed = {gpu.served(plan, n) for plan, n in made}
+        needed = {choice.served(plan, n) for plan, n in made}
         assert needed <= compiled and (fewest > 1 or needed == compiled)
 
 
@@ -48,7 +48,7 @@ def test_which_plans_leave_comb() -> None:
     """Up to 128 tokens the plans of a forward leave and read an unbalanced comb; with more tokens none does."""
     for rows, post in ((24, True), (24, False), (4, True)):
         for tokens in (1, 128, 129):
-            plan = gpu.served(gpu.chosen(tokens, 4096, rows, post, False), tokens)
+            plan = choice.served(choice.chosen(tokens, 4096, rows, post, False), tokens)
             plan.check()
             few = tokens <= 128
             assert (plan.balances_ended, plan.balances) == (few and post, not few or rows == 4)

@@ -391,13 +391,13 @@ def test_the_models_widths(arch: str, d: int) -> None:
     from lib.cubin import resources
     from ptx_emulator import emulated
 
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, Plan, shared_memory
 
     i = inputs(2, d, seed=d)
     check_boundary(boundary(arch, i, 8), i)
-    chosen = gpu.chosen(8192, d, 24, True, False)
-    wide = {gpu.chosen(n, d, 24, True, False, True, clusters=15) for n in (1, 16, 60, 64)}
+    chosen = choice.chosen(8192, d, 24, True, False)
+    wide = {choice.chosen(n, d, 24, True, False, True, clusters=15) for n in (1, 16, 60, 64)}
     for plan in {Plan(8, d, 24, True), chosen, replace(chosen, fp8=True)} | wide:
         with emulated(arch=arch):
             numbers = resources(gpu.compile(plan, arch).__cubin__)
@@ -422,7 +422,7 @@ def test_no_tokens_are_no_launch(arch: str) -> None:
 
 def test_what_the_kernel_refuses(compiled_here: None) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
 
     def refused(message: str, i: Inputs) -> None:
         with pytest.raises(ValueError, match=message):
@@ -434,7 +434,7 @@ def test_what_the_kernel_refuses(compiled_here: None) -> None:
     with pytest.raises(
         ValueError, match="multiples of 1024 up to 8192; got 512"
     ):  # the plan that a server compiles first
-        gpu.compile(gpu.plans(512, True, "sm_90a")[0], "sm_90a")
+        gpu.compile(choice.plans(512, True, "sm_90a")[0], "sm_90a")
     refused("take streams in torch.bfloat16", i._replace(streams=i.streams.float()))
     refused("take fn in torch.float32, contiguous", i._replace(fn=i.fn.T.contiguous().T))
     refused("take y in torch.bfloat16, with contiguous rows", i._replace(y=torch.zeros(2, 1028).bfloat16()[:, :1024]))

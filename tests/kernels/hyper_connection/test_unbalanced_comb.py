@@ -210,9 +210,9 @@ def test_a_missing_wait_is_noticed(kernel: str) -> None:
 
 def test_what_is_refused(compiled_here: None) -> None:
     pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
 
-    assert max(gpu.MOST_TOKENS.values()) == MOST_TOKENS
+    assert max(choice.MOST_TOKENS.values()) == MOST_TOKENS
     i = unbalanced(inputs(2, DIM))
     for wrong in {"hc_eps": 1e-6}, {"iterations": 3}:
         other = i._replace(comb=replace(i.comb, **wrong))
@@ -255,10 +255,10 @@ def test_the_models_widths(arch: str, d: int) -> None:
     from lib.cubin import resources
     from ptx_emulator import emulated
 
-    from dsv4_kernels.hyper_connection import gpu
+    from dsv4_kernels.hyper_connection import choice, gpu
     from dsv4_kernels.hyper_connection.plan import REGISTERS, SHARED_BYTES, shared_memory
 
-    plans = [plan for plan in gpu.plans(d, True, arch) if not plan.balances]
+    plans = [plan for plan in choice.plans(d, True, arch) if not plan.balances]
     assert len(plans) >= 2 * 4
     for plan in plans:
         with emulated(arch=arch):

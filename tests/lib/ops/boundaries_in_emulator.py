@@ -28,7 +28,7 @@ MOST_BYTES = 4 * CHANNELS * THREADS * 16
 
 @dataclass(frozen=True)
 class Boundary:
-    """One call on all ranks: `num_tokens` tokens in groups of `tokens`, or as `gpu.chosen` says."""
+    """One call on all ranks: `num_tokens` tokens in groups of `tokens`, or as `choice.chosen` says."""
 
     kernel: str
     ranks: int

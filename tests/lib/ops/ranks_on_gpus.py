@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from dsv4_kernels.all_reduce import all_reduce, peer_memory
 from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.mailboxes import Mailboxes
-from dsv4_kernels.hyper_connection import gpu, hc_boundary, hc_boundary_of_parts
+from dsv4_kernels.hyper_connection import choice, hc_boundary, hc_boundary_of_parts
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 DIM = 4096
@@ -237,7 +237,7 @@ def boundary_sizes(rank: Rank) -> None:
     """Numbers of tokens with groups of every size, parts in both dtypes: the bits of the sum and `hc_boundary`."""
     boxes = rank.connect()
     for parts in (torch.bfloat16, torch.float32):
-        most = gpu.most_tokens_of_parts(boxes, DIM, parts)
+        most = choice.most_tokens_of_parts(boxes, DIM, parts)
         assert most >= 32, most
         for tokens in BOUNDARY_TOKENS:
             if tokens <= most:
@@ -252,7 +252,7 @@ def boundary_of_experts(rank: Rank) -> None:
     boxes = rank.connect()
     for parts in (torch.bfloat16, torch.float32):
         for tokens in (1, 4, 5, 16, 17, 33, 64):
-            if tokens <= gpu.most_tokens_of_parts(boxes, DIM, parts):
+            if tokens <= choice.most_tokens_of_parts(boxes, DIM, parts):
                 boundary = Boundary(rank, boxes, tokens, parts, fp8=True).with_experts()
                 for _ in range(3):
                     assert int(boundary.wrong()) == 0, (parts, tokens)
@@ -262,7 +262,7 @@ def boundary_of_experts(rank: Rank) -> None:
 def boundary_of_pro(rank: Rank) -> None:
     """The width of V4-Pro, where a group of eight tokens takes two places of a mailbox, without codes."""
     boxes = rank.connect()
-    most = gpu.most_tokens_of_parts(boxes, 7168, torch.bfloat16)
+    most = choice.most_tokens_of_parts(boxes, 7168, torch.bfloat16)
     assert most >= 32, most
     for tokens in (1, 3, 5, 17, 32, 64, 128):
         if tokens <= most:
@@ -275,7 +275,7 @@ def boundary_of_pro(rank: Rank) -> None:
 def boundary_graphs(rank: Rank) -> None:
     """A graph of boundaries and sums in turns, on the same mailboxes: thousands of replays, each with other numbers."""
     boxes = rank.connect()
-    most = min(64, gpu.most_tokens_of_parts(boxes, DIM, torch.bfloat16))
+    most = min(64, choice.most_tokens_of_parts(boxes, DIM, torch.bfloat16))
     boundaries = [Boundary(rank, boxes, tokens, torch.bfloat16, tokens != 3) for tokens in (1, 16, 3, most, 4)]
     steps = torch.arange(1, rank.ranks + 1, device=rank.device).view(-1, 1, 1)
     replay = torch.zeros((), device=rank.device)

@@ -76,7 +76,7 @@ def test_every_kernel_of_a_forward_has_jobs(hopper: dict[tuple, bool]) -> None:
 
 def test_kernels_of_forwards_of_any_size_are_compiled(hopper: dict[tuple, bool]) -> None:
     """The number of tokens chooses the hyper-connections' plan and the heads a warp: all choices are compiled."""
-    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+    from dsv4_kernels.hyper_connection import choice
     from dsv4_kernels.norm_rope_store import gpu as norm_rope_store
 
     for _, job in jobs(config()):
@@ -85,8 +85,8 @@ def test_kernels_of_forwards_of_any_size_are_compiled(hopper: dict[tuple, bool])
     assert len(found) == len(hopper)
     for tokens in [*range(1, 300), 1000, 8192, 100_000]:
         for rows, post in ((24, True), (24, False), (4, True)):
-            plan = hyper_connection.chosen(tokens, 4096, rows, post, False, fp8=rows == 24)
-            assert ("hyper_connection", repr(hyper_connection.served(plan, tokens))) in found, tokens
+            plan = choice.chosen(tokens, 4096, rows, post, False, fp8=rows == 24)
+            assert ("hyper_connection", repr(choice.served(plan, tokens))) in found, tokens
     for heads_a_warp in {1, norm_rope_store.HEADS_A_WARP}:
         assert ("norm_rope_store", repr(f"{heads_a_warp} heads a warp")) in found
     kinds = {"compress_store_entries": 2, "compress_store_keep": 2, "index_scores": 2, "index_prefill_scores": 1}
@@ -99,7 +99,7 @@ def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     hopper: dict[tuple, bool], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank's own rows are not quantised, and forwards of fewer rows than the smallest sharded one do not occur."""
-    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+    from dsv4_kernels.hyper_connection import choice
 
     def compiled() -> set[str]:
         hopper.clear()
@@ -112,8 +112,8 @@ def test_kernels_of_forwards_with_sharded_rows_are_compiled(
     monkeypatch.setattr(model_shapes, "get_parallel", lambda: SimpleNamespace(tp_size=ranks))
     sizes = range(model_shapes.sequence_parallel.FEWEST_TOKENS // ranks, 1000)
     forms = ((24, True), (24, False))
-    plans = ((hyper_connection.chosen(n, 4096, *form, False, fp8=False), n) for n in sizes for form in forms)
-    own = {repr(hyper_connection.served(plan, n)) for plan, n in plans}
+    plans = ((choice.chosen(n, 4096, *form, False, fp8=False), n) for n in sizes for form in forms)
+    own = {repr(choice.served(plan, n)) for plan, n in plans}
     assert compiled() == whole | own and not own & whole
 
 
@@ -132,7 +132,7 @@ def test_attention_of_own_rows_is_called_ahead(monkeypatch: pytest.MonkeyPatch) 
 
 def test_kernels_of_groups_of_ranks_are_compiled(hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any number are gathered before the experts, and quantised after that."""
-    from dsv4_kernels.hyper_connection import gpu as hyper_connection
+    from dsv4_kernels.hyper_connection import choice
 
     monkeypatch.setattr(data_parallel, "is_on", lambda: True)
     monkeypatch.setattr(model_shapes, "get_parallel", lambda: SimpleNamespace(tp_size=2))
@@ -142,8 +142,8 @@ def test_kernels_of_groups_of_ranks_are_compiled(hopper: dict[tuple, bool], monk
     found = {text for name, text, _ in hopper if name == "hyper_connection"}
     forms = [(rows, post, fp8) for rows, post in ((24, True), (24, False)) for fp8 in (True, False)]
     for tokens in (1, 2, 33, 700):
-        plans = [hyper_connection.chosen(tokens, 4096, *form[:2], False, fp8=form[2]) for form in forms]
-        assert {repr(hyper_connection.served(plan, tokens)) for plan in plans} <= found
+        plans = [choice.chosen(tokens, 4096, *form[:2], False, fp8=form[2]) for form in forms]
+        assert {repr(choice.served(plan, tokens)) for plan in plans} <= found
 
 
 def test_kernels_of_exchanged_rows(hopper: dict[tuple, bool], monkeypatch: pytest.MonkeyPatch) -> None:
