@@ -74,13 +74,16 @@ def wait_for_forwards(queue: DecodePreallocQueue, *args: Any, **kwargs: Any) -> 
 
 
 def unpack_pages(result: Any, queue: DecodeTransferQueue, decode_req: DecodeRequest) -> None:
-    """After the commit of a transfer: copy the request's HCA pages to the entries, where they had to be packed."""
+    """After the commit of a transfer: copy the request's HCA pages to the entries, where they had to be packed.
+
+    All tokens but the newest have arrived. That is the prompt, and the answer so far of a request that a pause has
+    retracted: the prefill server computes both again.
+    """
     pool, req = queue.scheduler.token_to_kv_pool_allocator.get_kvcache(), decode_req.req
     if not isinstance(pool, Dsv4KVPool) or pool.packed_pages is None:
         return
-    slots = queue.scheduler.req_to_token_pool.req_to_token[
-        req.kv.req_pool_idx, req.kv.cache_protected_len : len(req.origin_input_ids)
-    ]
+    arrived = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+    slots = queue.scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, req.kv.cache_protected_len : arrived]
     pool.packed_pages.unpack(pages_of(slots))
 
 

@@ -1,7 +1,8 @@
 """Data-parallel ranks of a prefill server: which of them has a request, and who is told of an abort.
 
 A prefill server with `--dp-size` or `--attn-dp-size` chooses a rank by the prompt's prefix (`prefix.rank_choice`), and
-tells its bootstrap server which rank has which room. The decode server asks for it before it names its pages.
+tells its bootstrap server which rank has which room. The decode server asks for it before it names its pages. The
+bootstrap server forgets rooms in time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest
 
 
 def count_replicas(manager: CommonKVManager) -> None:
@@ -25,6 +27,17 @@ def count_replicas(manager: CommonKVManager) -> None:
     """
     if manager.system_dp_size > 1:
         manager.attn_dp_rank = manager.system_dp_rank
+
+
+def keep_rank(queue: DecodePreallocQueue, decode_req: DecodeRequest, prefill_dp_rank: int) -> None:
+    """Before a request's pages are named to its rank on the prefill server: remember the rank.
+
+    If a pause retracts the request, the prefill server computes it again: on this rank, which waits for its pages.
+    SGLang would ask the bootstrap server again, which may have forgotten the room, and let the prefill server choose.
+    """
+    info = queue.kv_manager.prefill_info_table.get(decode_req.kv_receiver.bootstrap_addr)
+    if live_parts() is not None and info is not None and info.dp_size > 1:
+        decode_req.req.disagg_prefill_dp_rank = prefill_dp_rank
 
 
 def tell_every_rank(original: Callable[..., None], receiver: CommonKVReceiver, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,8 @@ share is computed on a second rank once the first has some requests more.
     SGLANG_DSV4_RANK_CHOICE    prefix: as above (default). sglang: by `--load-balance-method` alone.
 
 It replaces the methods `auto` and `round_robin` of `--load-balance-method`, on prefill and decode servers, too; the
-others, `routed_dp_rank` and health checks are served by SGLang. This code runs in SGLang's controller process.
+others, `routed_dp_rank` and health checks are served by SGLang. The turns of a session (`session_params`) go to the
+rank that has its first turn: each sends its own tokens only. This code runs in SGLang's controller process.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ REFRESH_S = 0.02
 """Shortest time between two readings of the snapshots."""
 ON_THE_WAY_S = 0.1
 """A snapshot includes a request if it was taken at least this long after the request was handed out."""
+MOST_SESSIONS = 1 << 16
+"""Most sessions whose rank is remembered; the oldest go first."""
 FORGOTTEN_AFTER_S = 60.0
 """A request counts no longer than this if no snapshot comes, as from a rank on another host."""
 
@@ -115,6 +118,7 @@ class RankChoice:
     ) -> None:
         self.index = RankIndex(ranks, MOST_PAGES)
         self.loads = [RankLoad() for _ in range(ranks)]
+        self._sessions: dict[str, int] = {}
         self._overlap, self._cache_share, self._now, self._read_at = overlap_tokens, cache_share, now, -math.inf
 
     def refresh(self, read: Callable[[], Iterable[LoadSnapshot]]) -> None:
@@ -150,6 +154,17 @@ class RankChoice:
 
         return min(alive, key=cost)
 
+    def rank_of(self, session: str | None) -> int | None:
+        """The rank that has a session's turns; None without a session, or before its first turn."""
+        return None if session is None else self._sessions.get(session)
+
+    def note_session(self, session: str | None, rank: int) -> None:
+        """Remember that a rank has a turn of a session."""
+        if session is not None:
+            self._sessions[session] = rank
+            if len(self._sessions) > MOST_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+
     def note(self, digests: Sequence[bytes], tokens: int, rank: int) -> None:
         """Remember that a rank gets a prompt of `tokens` tokens."""
         computed = tokens - PAGE_TOKENS * self.index.has(digests, rank)
@@ -172,17 +187,22 @@ def dispatch(
     choice = _choices[controller]
     if choice is None:
         return original(controller, request)
-    digests = choice.digests(request.input_ids, request.extra_key, getattr(request, "cache_salt", None))
-    alive, asked = _alive(controller), request.routed_dp_rank
+    session = request.session_params.id if request.session_params is not None else None
+    alive, asked, of_session = _alive(controller), request.routed_dp_rank, choice.rank_of(session)
+    digests: list[bytes] = []
+    if of_session is None:  # a later turn's tokens are no beginning of a prompt
+        digests = choice.digests(request.input_ids, request.extra_key, getattr(request, "cache_salt", None))
+    rank: int | None
     if asked is not None or not alive:
         original(controller, request)  # to the rank that the client asks for, or SGLang's error
-        if asked in alive:
-            choice.note(digests, len(request.input_ids or ()), asked)
-        return None
-    choice.refresh(controller.load_snapshot_reader.read_all)
-    rank = choice.choose(digests, alive)
-    choice.note(digests, len(request.input_ids or ()), rank)
-    return sock_send(controller.workers[rank], request)
+        rank = asked if asked in alive else None
+    else:
+        choice.refresh(controller.load_snapshot_reader.read_all)
+        rank = of_session if of_session in alive else choice.choose(digests, alive)
+        sock_send(controller.workers[rank], request)
+    if rank is not None:
+        choice.note(digests, len(request.input_ids or ()), rank)
+        choice.note_session(session, rank)
 
 
 def _alive(controller: DataParallelController) -> list[int]:

@@ -28,11 +28,29 @@ def end_the_request(original: Callable[[Scheduler, AbortReq], None], scheduler: 
 
     Requests that SGLang would end in addition have another id while it compares.
     """
-    if abort.abort_all or live_parts() is None:
+    if live_parts() is None:
+        return original(scheduler, abort)
+    show_held_requests(scheduler, abort)
+    if abort.abort_all:
         return original(scheduler, abort)
     requests = known_requests(scheduler)
     with hidden(request for request in requests if request.rid.startswith(abort.rid) and request.rid != abort.rid):
         return original(scheduler, abort)
+
+
+def show_held_requests(scheduler: Scheduler, abort: AbortReq) -> None:
+    """Put requests of a decode server that a pause has retracted, and that the abort is for, to the retracted ones.
+
+    SGLang holds them until the pause ends, and compares no abort with them: a pause with mode `abort` that follows
+    waited for them without an end.
+    """
+    queue = scheduler.disagg_decode_prealloc_queue
+    if queue is None:
+        return
+    held, queue.held_rebootstrap_reqs = queue.held_rebootstrap_reqs, []
+    for request in held:
+        is_meant = abort.abort_all or request.rid == abort.rid
+        (queue.retracted_queue if is_meant else queue.held_rebootstrap_reqs).append(request)
 
 
 def known_requests(scheduler: Scheduler) -> set[Req]:

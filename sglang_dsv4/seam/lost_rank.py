@@ -1,24 +1,42 @@
-"""A line of the log on a rank that lost another one: which error that is, and what to do.
+"""A rank that lost another one: how long it waits, a line of the log that says which error that is, and what to do.
 
-A rank whose process ends, or whose host can't be reached, closes its connections. The next exchange of any other rank
-raises an error of gloo or NCCL that names an address; SGLang then ends that rank's whole server.
+A rank whose process ends closes its connections. The next exchange of any other rank raises an error of gloo or NCCL
+that names an address; SGLang then ends that rank's whole server. A host that hangs, or whose cable is cut, closes
+nothing: other ranks wait for `--dist-timeout`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.seam.compat import is_ours
 from sglang_dsv4.seam.live import live_parts
 
 if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 SIGNS = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "remote process")
 """Parts of messages of gloo and NCCL about a peer that is gone, in lower case."""
+
+
+def limit_waits(original: Callable[..., None], group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
+    """Make a group of ranks whose exchanges between CPUs wait for `--dist-timeout` seconds too, if the flag is given.
+
+    Around the constructor, which takes the flag for exchanges between devices, and waits for two hours between CPUs:
+    for the next requests, for example, or for the sizes of a stage's rows.
+    """
+    from sglang.srt.runtime_context import get_parallel, process_model_config
+
+    seconds = get_parallel().dist_timeout
+    if seconds is not None and is_ours(process_model_config().hf_config.architectures):
+        kwargs["gloo_timeout"] = timedelta(seconds=seconds)
+    original(group, *args, **kwargs)
 
 
 def explain(original: Callable[[Scheduler], None], scheduler: Scheduler) -> None:

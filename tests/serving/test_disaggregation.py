@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import requests
+from model.checkpoint_tensors import read
+from model.updates import buckets_of
 from serving.pair import NIXL, Pair, Served, needs_nixl, running_pair
 from serving.server import (
     READY_TIMEOUT_S,
@@ -37,6 +39,7 @@ from serving.server import (
     wait_until,
 )
 from serving.speculation import ALGORITHMS, HOST_TIERS, drafting_flags
+from serving.trainer import Trainer
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
@@ -144,6 +147,26 @@ def test_draws_and_penalties_go_on_after_the_transfer(served: Served) -> None:
         assert bits(answers[0]) == bits(answers[1])
 
 
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "regex": {"regex": "[a-c]{6}(de|fg)+h", "ignore_eos": False},
+    "one letter": {"regex": "[a-c]", "ignore_eos": False},
+    "json": {"json_schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}', "ignore_eos": False},
+    "logit_bias": {"logit_bias": {"77": 1e4}, "max_new_tokens": 3},
+    "min_new_tokens": {"min_new_tokens": 5, "stop_token_ids": list(range(0, 1024, 2)), "max_new_tokens": 20},
+}
+"""Limits of tokens, and of an answer's end. The prefill server draws the first token; the decode server goes on."""
+
+
+@pytest.mark.parametrize("limit", CONSTRAINED)
+def test_what_limits_tokens_holds_on_both_sides(served: Served, limit: str) -> None:
+    for length in (5, 300):
+        sampling = {"max_new_tokens": 40, **CONSTRAINED[limit]}
+        answer, expected = (server.generate(some(8, length), **sampling) for server in (served.pair, served.one))
+        assert bits(answer) == bits(expected)
+        assert answer["text"] == expected["text"]
+        assert answer["meta_info"]["finish_reason"] == expected["meta_info"]["finish_reason"]
+
+
 @pytest.mark.parametrize("rows", ["auto", "fp8_e4m3"])
 def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Path, rows: str) -> None:
     """The prefill server's pool holds few prompts: pages come back from host memory, and after a flush from files, and
@@ -162,6 +185,47 @@ def test_hits_in_host_memory_and_in_files_travel(checkpoint: Path, tmp_path: Pat
         for prompt, (expected, _) in zip(prompts[:2], cold, strict=False):
             answer, found = ask(pair, prompt)
             assert (answer, found["pages_from"]) == (expected, {"storage": 768})
+
+
+@pytest.mark.parametrize("drafting", [None, "EAGLE"])
+def test_weights_are_exchanged_on_both_servers(drafting: str | None, tmp_path: Path) -> None:
+    """The loop of a trainer: pause both, send tensors to both, go on. Answers are those of one server with the new
+    weights, also those of a request that was decoding: the prefill server computes it again. Prefixes of old weights
+    are found on neither side."""
+    shape = ALGORITHMS[drafting][0] if drafting else PRESETS["tiny"]
+    for seed, name in enumerate(("old", "new"), 11):
+        write_checkpoint(tmp_path / name, shape, seed=seed)
+    flags, prompts = (*FLAGS, *(drafting_flags(drafting) if drafting else ())), [some(n, n) for n in (40, 300, 700)]
+    expected = {}
+    for name in ("old", "new"):
+        with running_server(tmp_path / name, tmp_path / f"one-{name}", *flags, SLEEP_ON_IDLE) as one:
+            expected[name] = [bits(one.generate(prompt)) for prompt in prompts]
+    assert expected["old"] != expected["new"]
+    with running_pair(tmp_path / "old", tmp_path, *flags, decode=RADIX) as pair, ThreadPoolExecutor(1) as pool:
+        sides = [Trainer(pair.prefill), Trainer(pair.decode)]
+        assert [bits(pair.generate(prompt)) for prompt in prompts] == expected["old"]
+        new = read(tmp_path / "new")
+        for mode in ("retract", "abort"):
+            running = pool.submit(pair.post, some(3, 300), max_new_tokens=300)
+            wait_until(lambda: decoding(pair.decode) > 0)
+            for side in sides[::-1]:
+                side.do("pause_generation", mode=mode)
+            for side in sides:
+                side.update(buckets_of(new, 40, seed=6))
+            for side in sides:
+                side.do("continue_generation")
+            response = running.result(120)
+            if mode == "retract":
+                assert response.status_code == 200 and len(response.json()["output_ids"]) == 300, response.text
+            assert [bits(pair.generate(prompt)) for prompt in prompts] == expected["new"], mode
+            flush(pair.prefill)  # both are idle
+            flush(pair.decode)
+        assert "Traceback" not in pair.prefill.log + pair.decode.log
+
+
+def decoding(server: Server) -> int:
+    """Return the number of requests that a server decodes."""
+    return sum(load["num_running_reqs"] for load in requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ An idle server checks that all its slots and pages are free, and ends itself if 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -12,19 +13,25 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from model.checkpoint_tensors import changed_tensor
 from serving.pair import NIXL, Pair, needs_nixl, running_pair, started_side
 from serving.server import SLEEP_ON_IDLE, Server, output_logprobs, running_server, wait_until
 from serving.speculation import drafting_flags
+
+from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
 pytestmark = pytest.mark.slow
 
 FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
 RADIX = ("--disaggregation-decode-enable-radix-cache",)
+BROKEN = 1000
+"""A token whose embedding makes every row after it NaN."""
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 # A dead peer is noticed after two of these seconds, not after ten.
 HEARTBEATS = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20"}
@@ -73,6 +80,55 @@ def test_a_retracted_request_goes_on(
         assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
 
 
+@pytest.mark.parametrize("rows", ["auto", "fp8_e4m3"])
+def test_a_request_that_a_pause_retracts_goes_on(checkpoint: Path, tmp_path: Path, rows: str) -> None:
+    """A trainer pauses so before it sends weights. The prefill server computes prompt and answer so far again, several
+    pages of each. With FP8 rows the pages of the answer were not unpacked."""
+    prompt, flags, tokens = some(1, 300), ("--kv-cache-dtype", rows), 500
+    (expected,) = expected_of(checkpoint, tmp_path / "one", [prompt], tokens, *flags)
+    with running_pair(checkpoint, tmp_path, *FLAGS, *flags, decode=RADIX) as pair:
+        body = pair.body(prompt, max_new_tokens=tokens)
+        at_prefill = pair.answers.submit(requests.post, f"{pair.prefill.url}/generate", json=body, timeout=300)
+        answer: dict[str, Any] = {}
+        with requests.post(
+            f"{pair.decode.url}/generate", json=body | {"stream": True}, stream=True, timeout=300
+        ) as got:
+            events = (json.loads(line[6:]) for line in got.iter_lines() if line.startswith(b"data: {"))
+            paused = 0
+            for answer in events:
+                if len(answer["output_ids"]) > 240 * (paused + 1) and paused < 2:
+                    paused += 1
+                    for route, words in (("pause_generation", {"mode": "retract"}), ("continue_generation", {})):
+                        requests.post(f"{pair.decode.url}/{route}", json=words, timeout=60).raise_for_status()
+        assert at_prefill.result().status_code == 200
+        assert answer["output_ids"] == expected[0] and bits(answer) == expected
+        assert answer["meta_info"]["num_retractions"] == paused == 2
+        assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+
+
+def test_a_request_that_a_pause_retracts_can_be_aborted(checkpoint: Path, tmp_path: Path) -> None:
+    """By its id, and by a further pause that ends all requests; that pause waited for it without an end."""
+    with running_pair(checkpoint, tmp_path, *FLAGS, decode=RADIX) as pair, ThreadPoolExecutor(1) as pool:
+
+        def tell(route: str, **words: str) -> None:
+            requests.post(f"{pair.decode.url}/{route}", json=words, timeout=60).raise_for_status()
+
+        for end in (partial(tell, "abort_request", rid="one"), partial(tell, "pause_generation", mode="abort")):
+            answer = pool.submit(pair.both, some(1, 300), "one", max_new_tokens=3000)
+            wait_until(lambda: running(pair.decode) == 1)
+            tell("pause_generation", mode="retract")
+            end()
+            assert answer.result(60), "during the pause"
+            tell("continue_generation")
+            assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+        assert pair.post(some(1, 300)).status_code == 200
+
+
+def running(server: Server) -> int:
+    """Return the number of requests that a server decodes."""
+    return sum(load["num_running_reqs"] for load in requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"])
+
+
 TRANSPORTS = [pytest.param((), id="sockets"), pytest.param(NIXL, id="nixl", marks=needs_nixl)]
 
 
@@ -103,17 +159,34 @@ def test_aborted_requests_leave_nothing_behind(checkpoint: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_request_that_ends_on_the_prefill_side_ends_on_both(
-    checkpoint: Path, tmp_path: Path, transport: tuple[str, ...]
-) -> None:
-    """No first token can be drawn: the client hears it from the decode server, at once and with the reason."""
-    with running_pair(checkpoint, tmp_path, *FLAGS, *transport) as pair:
-        begin = time.monotonic()
-        response = pair.post(some(1, 300), stop_token_ids=list(range(1024)), min_new_tokens=3)
-        assert time.monotonic() - begin < 60
-        assert response.status_code == 500 and "no token can be drawn" in response.text, response.text
+def test_a_request_that_ends_on_the_prefill_side_ends_on_both(tmp_path: Path, transport: tuple[str, ...]) -> None:
+    """No first token can be drawn, or its logits are not finite: the client hears it from the decode server, at once
+    and with the reason, and metrics count the transfers that failed. The second token's logits are the decode server's.
+    """
+    write_checkpoint(tmp_path / "model", PRESETS["tiny"])
+    with changed_tensor(tmp_path / "model", "embed.weight") as embedding:
+        embedding[BROKEN] = 3e38
+    no_token = {"stop_token_ids": list(range(1024)), "min_new_tokens": 3}
+    with running_pair(tmp_path / "model", tmp_path, *FLAGS, *transport, "--enable-metrics") as pair:
+        for prompt, sampling, reason in (
+            (some(1, 300), no_token, "no token can be drawn"),
+            ([*some(1, 300), BROKEN, 5], {}, "logits are not finite"),
+            (some(1, 300), {"logit_bias": {str(BROKEN): 1e4}}, "logits are not finite"),
+        ):
+            begin = time.monotonic()
+            response = pair.post(prompt, **sampling)
+            assert time.monotonic() - begin < 60
+            assert response.status_code == 500 and reason in response.text, response.text
         assert is_idle_and_sound(pair.prefill) and is_idle_and_sound(pair.decode)
+        assert counted(pair.decode, "num_transfer_failed_reqs_total") == 2
         assert pair.post(some(1, 300)).status_code == 200
+        assert counted(pair.decode, "num_transfer_failed_reqs_total") == 2
+
+
+def counted(server: Server, name: str) -> float:
+    """Return the sum of a counter of SGLang's over its labels."""
+    lines = requests.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"sglang:{name}"))
 
 
 def abort(pair: Pair, rid: str) -> None:

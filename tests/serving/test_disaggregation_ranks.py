@@ -230,6 +230,34 @@ def test_the_numbers_of_rooms_may_name_the_rank(checkpoint: Path, tmp_path: Path
     assert found in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
+def test_requests_that_a_pause_retracts_find_their_rank(checkpoint: Path, tmp_path: Path) -> None:
+    """The prefill server computes prompt and answer so far again, on the rank that the decode server waits for. Its
+    bootstrap server has forgotten the rank by then, and the requests waited for it without an end."""
+    env = {"SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
+    prompts, tokens = [some(("paused", i), 40 + 30 * i) for i in range(6)], 600
+    with running_server(checkpoint, tmp_path / "one", *FLAGS, *CHUNK, SLEEP_ON_IDLE) as one:
+        expected = [bits(one.generate(prompt, max_new_tokens=tokens)) for prompt in prompts]
+    sides = {"prefill": SIDES["replicas"], "decode": (*CHUNK, *RADIX)}
+    with (
+        running_pair(checkpoint, tmp_path, *FLAGS, **sides, env=env) as pair,
+        ThreadPoolExecutor(len(prompts)) as pool,
+    ):
+        under_way = [pool.submit(pair.post, prompt, max_new_tokens=tokens) for prompt in prompts]
+        wait_until(lambda: decoding(pair.decode) == len(prompts))
+        time.sleep(2)  # in which the bootstrap server forgets ranks
+        for route, words in (("pause_generation", {"mode": "retract"}), ("continue_generation", {})):
+            requests.post(f"{pair.decode.url}/{route}", json=words, timeout=60).raise_for_status()
+        answers = [one.result() for one in under_way]
+        assert all(answer.status_code == 200 for answer in answers), [answer.text[:300] for answer in answers]
+        assert [bits(answer.json()) for answer in answers] == expected
+        assert all(answer.json()["meta_info"]["num_retractions"] for answer in answers)
+
+
+def decoding(server: Server) -> int:
+    """Return the number of requests that a server decodes."""
+    return sum(load["num_running_reqs"] for load in requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"])
+
+
 def test_groups_that_add_parts_have_the_bits_of_one_server_with_groups(tmp_path: Path) -> None:
     """Without the exchange of rows both servers add as one server with the same groups does."""
     write_checkpoint(tmp_path / "model", replace(PRESETS["tiny"], moe_intermediate_size=256))

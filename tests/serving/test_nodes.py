@@ -1,4 +1,4 @@
-"""Two nodes, two launches on this machine: tiers on a shared folder, and a node that dies."""
+"""Two nodes, two launches on this machine: tiers on a shared folder, and a node that dies, or stops answering."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ KINDS = {
 LONG = Question(tuple(some(30, 1100)), 6)
 MOST_SECONDS = 60
 """In which a node ends after another one's death; gloo notices a closed connection at once."""
+TIMEOUT_S = 30
+CLOSED = ("Connection closed by peer", "Connection reset by peer")
+TIMED_OUT = ("Timed out waiting",)
 
 
 @contextmanager
@@ -106,14 +109,33 @@ def test_the_first_node_dies(kind: str, tmp_path: Path) -> None:
         assert_it_ends(other, tmp_path / "nodes" / "log1")
 
 
-def assert_it_ends(node: Any, log: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "frozen"), [("tp", 1), ("tp", 0), ("stages", 1), ("stages", 0)])
+def test_a_node_that_stops_answering(kind: str, frozen: int, tmp_path: Path) -> None:
+    """The connections stay open, as those of a host whose cable is cut or whose kernel hangs. The other node ends after
+    `--dist-timeout`; SGLang lets it wait for two hours for requests, and for a stage's answer."""
+    write_checkpoint(tmp_path / "model", shape_for("plain", 4))
+    flags = (*FLAGS, *KINDS[kind], "--dist-timeout", str(TIMEOUT_S))
+    with two_nodes(tmp_path / "model", tmp_path / "nodes", *flags) as (server, other), ThreadPoolExecutor(1) as pool:
+        assert server.is_alive()
+        nodes = (server.process, other)
+        os.killpg(nodes[frozen].pid, signal.SIGSTOP)
+        if frozen == 1:
+            under_way = pool.submit(Question(tuple(some(1, 40)), 3000).ask, server, None)
+        assert_it_ends(nodes[1 - frozen], tmp_path / "nodes" / f"log{1 - frozen}", TIMED_OUT, TIMEOUT_S + MOST_SECONDS)
+        if frozen == 1:
+            with pytest.raises((requests.RequestException, AssertionError)):
+                under_way.result(MOST_SECONDS)
+
+
+def assert_it_ends(node: Any, log: Path, signs: tuple[str, ...] = CLOSED, seconds: float = MOST_SECONDS) -> None:
     """The node's process ends by itself, and its log says why."""
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + seconds
     while node.poll() is None:
         assert time.monotonic() < deadline, f"the node goes on: {log.read_text()[-2000:]}"
         time.sleep(0.2)
     text = log.read_text(errors="replace")
-    assert "Connection closed by peer" in text or "Connection reset by peer" in text
+    assert any(sign in text for sign in signs), text[-2000:]
     assert "another rank of this server has ended" in text
 
 

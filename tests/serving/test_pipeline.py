@@ -76,10 +76,11 @@ def at(folder: Path) -> dict[str, str]:
     return {FOLDER_VARIABLE: str(folder)}
 
 
-def stage_folders(files: Path) -> list[Path]:
+def stage_folders(files: Path, count: int = 2) -> list[Path]:
     """Return the folder of each stage's records, by the stage in its identity."""
     found = {path.parent: path.read_text() for path in files.glob("*/identity.json")}
-    return [next(folder for folder, text in found.items() if f"stage {index} of 2" in text) for index in range(2)]
+    names = [f"stage {index} of {count}" for index in range(count)]
+    return [next(folder for folder, text in found.items() if name in text) for name in names]
 
 
 def test_alone_and_at_once_the_bits_of_one_stage(running: Served) -> None:
@@ -243,6 +244,38 @@ def test_sharded_rows_of_stages_have_the_bits_of_one_stage(tmp_path: Path) -> No
             assert [bits(answer) for answer in answers] == [expected[i] for i in order], rows
             assert LONG.ask(server, None)["meta_info"]["cached_tokens"] == 1024
             assert server.is_alive() and "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_three_stages_have_the_bits_of_one(tmp_path: Path) -> None:
+    """Stage 1 has neither embedding nor head, and passes decisions on; the last stage's files are gone at one time."""
+    shape = with_fields(shape_for("plain", 2), compress_ratios=(4, 128, 4))
+    write_checkpoint(tmp_path / "model", shape)
+    flags, asked = (*FLAGS, *FILES, "--chunked-prefill-size", "256"), questions("plain")
+    with running_server(tmp_path / "model", tmp_path / "one", *flags, env=TAILS | at(tmp_path / "of one")) as server:
+        expected = [bits(question.ask(server, None)) for question in asked]
+    env = TAILS | at(tmp_path / "files")
+    with running_server(tmp_path / "model", tmp_path / "log", *flags, "--pp-size", "3", env=env) as server:
+        running = Served(server, "plain", expected, tmp_path / "files")
+        order = list(range(len(asked))) * 3
+        for _ in range(2):
+            answers = at_once(server, [(asked[i], None) for i in order])
+            assert [bits(answer) for answer in answers] == [expected[i] for i in order]
+        flush(server)
+        assert bits(LONG.ask(server, None)) == expected[-1]
+        for seed in range(60, 68):
+            server.generate(some(seed, 900), max_new_tokens=2)
+        assert account(found(running))["pages_from"] == {"host": 1024}
+        wait_for_files(running.files)
+        flush(server)
+        assert account(found(running))["pages_from"] == {"storage": 1024}
+        wait_for_files(running.files)
+        flush(server)
+        for path in stage_folders(running.files, 3)[2].rglob("*.tail"):
+            path.unlink()
+        again = LONG.ask(server, None)
+        assert bits(again) == expected[-1] and again["meta_info"]["cached_tokens"] == 0
+        assert server.is_alive() and "Traceback" not in server.log
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from serving.trainer import Trainer
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
-from sglang_dsv4.layers import sequence_parallel
+from sglang_dsv4.layers import row_exchange, sequence_parallel
 
 PROMPT = [0, *range(40, 640)]
 NORM = "layers.1.attn_norm.weight"
@@ -102,6 +102,7 @@ def test_failures_through_http(server: Server, checkpoint: Path, trained: Traine
 PROMPTS = [[0, *range(10 + 7 * i, 10 + 7 * i + n)] for i, n in enumerate((3, 130, 257, 600))]
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING), SLEEP_ON_IDLE)
 FLAGS += ("--chunked-prefill-size", "512", "--enable-deterministic-inference")
+GROUPS = ("--tp", "2", "--attn-dp-size", "2", "--chunked-prefill-size", "1024")  # of both groups together
 SERVERS = {
     "files": (PRESETS["tiny"], HOST_TIERS, 1),
     "EAGLE": (ALGORITHMS["EAGLE"][0], drafting_flags("EAGLE"), 1),
@@ -109,8 +110,13 @@ SERVERS = {
     "tp-2": (PRESETS["tiny"], ("--tp", "2"), 2),
     "tp-2-ep-2": (PRESETS["tiny"], ("--tp", "2", "--ep", "2"), 2),
     "tp-2-own-rows": (PRESETS["tiny"], ("--tp", "2"), 2),
+    "groups": (PRESETS["tiny"], GROUPS, 2),
+    "groups-exchange": (PRESETS["tiny"], (*GROUPS, "--ep", "2"), 2),
 }
-SWITCHES = {"tp-2-own-rows": {sequence_parallel.VARIABLE: "attention"}}
+SWITCHES = {
+    "tp-2-own-rows": {sequence_parallel.VARIABLE: "attention"},
+    "groups-exchange": {row_exchange.VARIABLE: "exchange"},
+}
 
 
 def rollout(server: Server) -> list[Answer]:

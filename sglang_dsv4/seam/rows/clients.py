@@ -56,6 +56,12 @@ CLIENTS = (
     Hook(f"{_TOKENIZER}.__init__", Kind.AFTER, Process.LAUNCHER,
          f"{_ROUTES}:add_route", "a weight update that its trainer will not end can be dropped", UPDATES),
     *(
+        Hook(f"{_CONTROL}.{part}", Kind.BEFORE, Process.LAUNCHER, f"{_ROUTES}:refuse_parts",
+             "replicas, which would not exchange their weights together, take them from files only", UPDATES)
+        for part in ("begin_weight_update", "init_weights_update_group", "update_weights_from_tensor",
+                     "update_weights_from_distributed")
+    ),
+    *(
         Hook(f"{_CONTROL}.update_weights_from_{source}", Kind.BEFORE, Process.LAUNCHER, f"{_ROUTES}:hold_version",
              "a weight version is reported once its weights serve", UPDATES)
         for source in ("tensor", "distributed")
@@ -64,7 +70,10 @@ CLIENTS = (
          "the scheduler is asked again while it finishes its last step; the weight version is set", UPDATES),
     Hook(f"{_TOKENIZER}.update_weights_from_disk", Kind.AROUND,
          Process.LAUNCHER, f"{_ROUTES}:from_files",
-         "the scheduler is asked again while it finishes its last step", UPDATES),
+         "the scheduler is asked again while it finishes its last step; no replica exchanges its weights alone",
+         UPDATES),
+    Hook(f"{_CONTROL}.flush_cache", Kind.AROUND, Process.LAUNCHER, "sglang_dsv4.seam.all_replicas:flush",
+         "a flush that a replica refuses gets a 400", "SGLang merges the replicas' answers"),
     Hook("sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._handle_non_streaming_request",
          Kind.AROUND, Process.LAUNCHER, f"{REFUSED}.guards:check_tokens_to_decode",
          "invalid token ids for `/detokenize` get a 400", VALIDATES),

@@ -71,6 +71,9 @@ DISAGGREGATION = (
          f"{_OURS}.ranks:tell_every_rank",
          "a prefill server with data-parallel ranks is told of an abort before the request's rank is known",
          "SGLang tells all ranks"),
+    Hook(f"{_SGLANG}.decode.DecodePreallocQueue._init_receiver", Kind.BEFORE, Process.SCHEDULER,
+         f"{_OURS}.ranks:keep_rank", "a request that a pause retracts is computed again on the rank that had it",
+         "SGLang remembers the rank whatever the allocation policy"),
     *(
         Hook(f"{_SGLANG}.prefill.SchedulerDisaggregationPrefillMixin.{name}", Kind.AFTER, Process.SCHEDULER,
              f"{_OURS}.rooms:forget_aborted", "the rooms of aborted requests are forgotten",

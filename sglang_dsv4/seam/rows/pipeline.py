@@ -19,4 +19,7 @@ PIPELINE = (
     Hook(f"{SCHEDULER}.run_event_loop", Kind.AROUND, Process.SCHEDULER,
          "sglang_dsv4.seam.lost_rank:explain", "the log says that another rank has ended, and what to do",
          "SGLang's error names the rank that it has lost"),
+    Hook("sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", Kind.AROUND, Process.SCHEDULER,
+         "sglang_dsv4.seam.lost_rank:limit_waits", "exchanges between CPUs end after `--dist-timeout`, too",
+         "SGLang takes the flag for its groups of CPUs"),
 )  # fmt: skip

@@ -2,16 +2,19 @@
 
 * A bucket's `weight_version` is reported once the update has ended, not when the bucket came.
 * If the scheduler is still finishing its last step when it is asked to exchange weights, it is asked again.
+* Replicas (`--dp-size`) take weights from files only, and no replica exchanges its own while another can't.
 * `POST /abandon_weight_update` drops an update that its trainer does not end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_dsv4.seam.all_replicas import replicas
 from sglang_dsv4.seam.live import serves_deepseek_v4
 
 if TYPE_CHECKING:
@@ -19,11 +22,26 @@ if TYPE_CHECKING:
 
 BUSY = "Requests are running"
 """Beginning of the scheduler's answer while requests are running; see `session`."""
+UNCHANGED = "The old weights stay"
+"""End of the scheduler's answer to an update that has changed nothing."""
 ABANDON = "sglang_dsv4: abandon the weight update"
 """`rid` of a request to end an update that drops it."""
 ASK_FOR_S = 5.0
 """How long the scheduler is asked again; a step takes some milliseconds."""
 _PAUSE_S = 0.05
+
+
+def refuse_parts(manager: TokenizerManager, *args: object) -> None:
+    """Before a weight update that comes in parts: refuse it with replicas, whose updates would not end together.
+
+    Raises:
+        ValueError: names the flag, and what to do.
+    """
+    if serves_deepseek_v4() and replicas() > 1:
+        raise ValueError(
+            f"replicas (--dp-size {replicas()}) take new weights from files only: write the checkpoint to a folder and "
+            "POST /update_weights_from_disk, or start the server with --attn-dp-size, whose groups take tensors"
+        )
 
 
 def hold_version(manager: TokenizerManager, obj: Any, *args: object) -> None:
@@ -50,14 +68,27 @@ async def end(original: Callable[..., Awaitable[tuple[bool, str]]], manager: Tok
 
 async def from_files(original: Callable[..., Awaitable[tuple]], manager: TokenizerManager, *args: Any) -> tuple:
     """The answer to `/update_weights_from_disk`."""
-    return await _ask(original, manager, *args)
+    if replicas() == 1 or not serves_deepseek_v4():
+        return await _ask(original, manager, *args)
+    success, message, *rest = await _ask(functools.partial(_if_all_are_idle, original), manager, *args)
+    if not success and BUSY not in message and message.count(UNCHANGED) < replicas():
+        message += " Replicas may have other weights now: repeat this with the old folder or the new one."
+    return success, message, *rest
+
+
+async def _if_all_are_idle(original: Callable[..., Awaitable[tuple]], manager: TokenizerManager, *args: Any) -> tuple:
+    """The replicas' answer, if no replica of a paused server has requests; an idle replica would exchange its weights
+    while a busy one refuses. Without a pause SGLang waits until no replica has requests, and takes no new ones."""
+    if manager.is_pause and not (await manager.flush_cache()).success:
+        return False, f"{BUSY} on a replica: pause with mode retract or abort, or continue and wait for them.", 0
+    return await original(manager, *args)
 
 
 async def _ask(original: Callable[..., Awaitable[tuple]], manager: TokenizerManager, *args: Any) -> tuple:
-    """The scheduler's answer; it is asked again for `ASK_FOR_S` while requests are running."""
+    """The scheduler's answer; it is asked again for `ASK_FOR_S` while requests are running, on any replica."""
     for _ in range(int(ASK_FOR_S / _PAUSE_S)):
         answer = await original(manager, *args)
-        if answer[0] or not answer[1].startswith(BUSY):
+        if answer[0] or BUSY not in answer[1]:
             break
         await asyncio.sleep(_PAUSE_S)
     return answer

@@ -37,7 +37,7 @@ from sglang_dsv4.seam.compat import is_our_class
 from sglang_dsv4.seam.weight_manager import close_session, is_idle, runners_of, tensors_of, timed
 from sglang_dsv4.weights.checkpoint_files import read_config, stated
 from sglang_dsv4.weights.loader import CheckpointError
-from sglang_dsv4.weights.updates.routes import ABANDON, BUSY
+from sglang_dsv4.weights.updates.routes import ABANDON, BUSY, UNCHANGED
 from sglang_dsv4.weights.updates.staging import WeightUpdate
 
 if TYPE_CHECKING:
@@ -478,6 +478,6 @@ def _close(manager: SchedulerWeightUpdaterManager) -> None:
 
 
 def _unchanged(error: str) -> str:
-    message = f"{error}. The old weights stay."
+    message = f"{error}. {UNCHANGED}."
     logger.error(message)
     return message

@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
 from sglang_dsv4.disaggregation import ranks, rooms
 from sglang_dsv4.seam import live
@@ -94,3 +95,19 @@ def test_an_abort_is_told_to_every_rank_until_the_rank_is_known() -> None:
     assert aborted(2, None, silent=[0, 1]) == (every[:1], [])
     assert aborted(2, 1) == ([], ["the rank's"])
     assert aborted(1, None) == aborted(0, None) == ([], [])
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(2, 1), (1, None), (0, None)], ids=["two", "one", "not known"])
+def test_the_rank_is_kept_for_a_pause(groups: int, kept: int | None) -> None:
+    """The request that goes to the prefill server after the pause names the rank; SGLang's names none."""
+    address = "10.0.0.1:8998"
+    table = {address: SimpleNamespace(dp_size=groups)} if groups else {}
+    receiver = SimpleNamespace(bootstrap_addr=address)
+    request = SimpleNamespace(disagg_prefill_dp_rank=None)
+    queue = SimpleNamespace(kv_manager=Manager(prefill_info_table=table))
+    ranks.keep_rank(queue, SimpleNamespace(req=request, kv_receiver=receiver), 1)
+    assert request.disagg_prefill_dp_rank == kept
+    resolve = inspect.unwrap(DecodePreallocQueue._resolve_prefill_dp_rank)
+    request.bootstrap_host, request.bootstrap_port = address.split(":")
+    if kept is not None:
+        assert resolve(queue, request) == kept, "nobody is asked again"

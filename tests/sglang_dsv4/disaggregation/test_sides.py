@@ -207,6 +207,22 @@ def test_a_forward_packs_the_pages_that_it_wrote() -> None:
     prefill_side.pack_pages(None, runner, batch(extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[1]))
 
 
+@pytest.mark.parametrize(("answered", "pages"), [(1, [4, 5]), (213, [4, 5]), (214, [4, 5, 6]), (600, [4, 5, 6, 7])])
+def test_all_pages_that_have_arrived_are_unpacked(answered: int, pages: list[int]) -> None:
+    """After a prompt of 300 tokens one token is new. A request that a pause has retracted brings its answer, too."""
+    unpacked: list[Tensor] = []
+    pool, rows = small_pool(), torch.arange(3 * 1024).view(3, 1024)
+    pool.packed_pages = SimpleNamespace(unpack=unpacked.append)
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        req_to_token_pool=SimpleNamespace(req_to_token=rows),
+    )
+    kv = SimpleNamespace(req_pool_idx=1, cache_protected_len=0)
+    request = SimpleNamespace(kv=kv, origin_input_ids=[5] * 300, output_ids=[6] * answered)
+    decode_side.unpack_pages(None, SimpleNamespace(scheduler=scheduler), SimpleNamespace(req=request))
+    assert [found.tolist() for found in unpacked] == [pages]
+
+
 # ---- pieces over TCP
 
 

@@ -167,8 +167,11 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield made
 
 
-def send(controller: Any, tokens: list[int] | None, rank: int | None = None) -> str:
-    request = SimpleNamespace(input_ids=tokens, extra_key=None, cache_salt=None, routed_dp_rank=rank)
+def send(controller: Any, tokens: list[int] | None, rank: int | None = None, session: str | None = None) -> str:
+    turn = io_struct.SessionParams(id=session) if session is not None else None
+    request = SimpleNamespace(
+        input_ids=tokens, extra_key=None, cache_salt=None, routed_dp_rank=rank, session_params=turn
+    )
     original = getattr(DataParallelController.round_robin_scheduler, "__wrapped__", None)
     rank_choice.dispatch(original or DataParallelController.round_robin_scheduler, controller, request)
     return controller.sent[-1]
@@ -183,6 +186,29 @@ def test_the_controller_sends_to_the_chosen_rank(controller: Any) -> None:
 def test_the_clients_rank_is_honoured_and_remembered(controller: Any) -> None:
     assert send(controller, prompt(0, 1300), 2) == "w2"
     assert send(controller, prompt(0, 1400)) == "w2"
+
+
+def test_the_turns_of_a_session_go_to_the_rank_of_the_first(controller: Any) -> None:
+    """Each sends its own tokens only, and a rank that has not seen the turn before refuses it: with three ranks, two of
+    three turns failed. They are no beginning of another prompt."""
+    first = [send(controller, prompt(50_000 * i, 600), session=f"s{i}") for i in range(3)]
+    assert sorted(first) == ["w0", "w1", "w2"]
+    for turn in range(1, 5):
+        for i in (2, 0, 1):
+            assert send(controller, prompt(10_000 * turn, 600), session=f"s{i}") == first[i]
+    index = rank_choice._choices[controller].index
+    assert sum(map(index.stored, range(3))) == 3 * 2, "the pages of the first turns"
+    assert send(controller, prompt(0, 40), 2, session="s0") == "w2"
+    assert send(controller, prompt(0, 40), session="s0") == "w2", "where the client has sent it"
+    controller.status[2] = False
+    assert send(controller, prompt(0, 40), session="s0") != "w2"
+
+
+def test_sessions_are_bounded(choice: RankChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_choice, "MOST_SESSIONS", 2)
+    for name in "abc":
+        choice.note_session(name, 1)
+    assert [choice.rank_of(name) for name in ("a", "b", "c", None)] == [None, 1, 1, None]
 
 
 def test_a_dead_rank_gets_nothing(controller: Any) -> None:

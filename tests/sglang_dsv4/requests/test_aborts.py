@@ -125,6 +125,7 @@ def test_between_servers_the_request_with_this_id_ends(
     from sglang.srt.managers import scheduler
 
     ended: list[list[str]] = [[], [], []]
+    made: list[Any] = []
 
     def transfer(queue: int, name: str) -> Any:
         return SimpleNamespace(abort=lambda: ended[queue].append(name))
@@ -149,7 +150,11 @@ def test_between_servers_the_request_with_this_id_ends(
                     ]
                     for place, queue in enumerate(queues[:2])
                 ]
-                self.disagg_decode_prealloc_queue = SimpleNamespace(queue=arriving[0], retracted_queue=queues[2])
+                held = [Request(name) for name in ids]
+                self.disagg_decode_prealloc_queue = SimpleNamespace(
+                    queue=arriving[0], retracted_queue=queues[2], held_rebootstrap_reqs=held
+                )
+                made.append(self)
                 self.disagg_decode_transfer_queue = SimpleNamespace(queue=arriving[1])
                 self.tree_cache = None
 
@@ -159,4 +164,9 @@ def test_between_servers_the_request_with_this_id_ends(
     monkeypatch.setitem(globals(), "Queues", Between)
     _, in_grammar, running, _ = end(rid)
     assert in_grammar == running == (rid,)
-    assert ended == [[rid], [rid], [rid] if side == "decode" else []]
+    assert ended == [[rid], [rid], [rid, rid] if side == "decode" else []], "retracted by this server, and by a pause"
+    for queues in made:
+        prealloc = queues.disagg_decode_prealloc_queue
+        left = [request.rid for request in (*prealloc.retracted_queue, *prealloc.held_rebootstrap_reqs)]
+        assert sorted(left) == sorted(2 * [name for name in IDS if name != rid]), "others go on after the pause"
+        assert len(prealloc.held_rebootstrap_reqs) == len(IDS) - 1

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import multiprocessing
 import re
 import socket
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 
 from sglang_dsv4.seam import lost_rank
 
@@ -44,6 +49,42 @@ def test_errors_of_gloo_and_nccl_are_known(
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match=re.escape(message)):
         lost_rank.explain(loop, None)
     assert (f"another rank of this server has ended, or can't be reached any longer ({message})" in caplog.text) == lost
+
+
+class Made(Exception):
+    """The first group of CPUs is made, with this time limit."""
+
+
+@pytest.mark.parametrize(
+    ("flag", "architecture", "seconds"),
+    [
+        (None, "DeepseekV4ForCausalLM", 7200),
+        (20, "DeepseekV4ForCausalLM", 20),
+        (20, "Qwen3ForCausalLM", 7200),
+    ],
+)
+def test_groups_of_cpus_wait_as_long_as_the_flag_says(
+    flag: int | None, architecture: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through SGLang's own constructor, which gives them two hours."""
+
+    def new_group(ranks: list[int], backend: str, timeout: timedelta | None, **others: object) -> None:
+        if others["group_desc"] == "tp:cpu":
+            raise Made(timeout)
+
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(dist_timeout=flag))
+    monkeypatch.setattr("sglang.srt.runtime_context.process_model_config", lambda: config)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    monkeypatch.setattr(parallel_state, "_register_group", lambda group: None)
+    others = inspect.signature(inspect.unwrap(GroupCoordinator.__init__)).parameters
+    given = {name: False for name in others if name.startswith("use_")}
+    given |= {"group_ranks": [[0]], "local_rank": 0, "torch_distributed_backend": "gloo", "group_name": "tp"}
+    with pytest.raises(Made) as made:
+        original = inspect.unwrap(GroupCoordinator.__init__)
+        lost_rank.limit_waits(original, object.__new__(GroupCoordinator), **given)
+    assert made.value.args == (timedelta(seconds=seconds),)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_dsv4.seam import live
 from sglang_dsv4.weights.updates import routes
-from sglang_dsv4.weights.updates.routes import ABANDON, BUSY
+from sglang_dsv4.weights.updates.routes import ABANDON, BUSY, UNCHANGED
 
 BUSY_ANSWER = (False, f"{BUSY}: wait for them")
 DONE = (True, "2 tensors of the target serve.")
@@ -49,6 +49,7 @@ class Manager(SimpleNamespace):
 def a_server_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_answers_clients", True)
     monkeypatch.setattr(live, "_live", None)
+    monkeypatch.setattr(routes, "replicas", lambda: 1)
 
 
 def test_the_scheduler_is_asked_again_while_requests_run() -> None:
@@ -101,6 +102,58 @@ def test_another_model_s_versions_are_sglang_s(monkeypatch: pytest.MonkeyPatch) 
 def test_files_are_asked_for_again() -> None:
     manager = Manager((False, f"{BUSY}: wait", 0), (True, "done", 0))
     assert asyncio.run(routes.from_files(manager.answer, manager, None)) == (True, "done", 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "asked", "warned"),
+    [
+        (f"{BUSY}: wait | 9 tensors serve", 100, False),
+        (f"9 tensors serve | {BUSY}: wait", 100, False),
+        (f"no file. {UNCHANGED}. | no file. {UNCHANGED}.", 1, False),
+        (f"9 tensors serve | no file. {UNCHANGED}.", 1, True),
+    ],
+    ids=["busy first", "busy last", "all failed", "one failed"],
+)
+def test_replicas_are_asked_again_while_one_is_busy(
+    message: str, asked: int, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of an idle replica, which had exchanged its weights, hid that of a busy one."""
+    monkeypatch.setattr(routes, "replicas", lambda: 2)
+    monkeypatch.setattr(routes, "_PAUSE_S", 0.05 / 100)
+    monkeypatch.setattr(routes, "ASK_FOR_S", 0.05)
+    manager = Manager((False, message, 0))
+    manager.is_pause = False
+    success, found, _ = asyncio.run(routes.from_files(manager.answer, manager, None))
+    assert not success and manager.asked == asked
+    assert found.startswith(message) and ("Replicas may have other weights now" in found) is warned
+
+
+@pytest.mark.parametrize("idle_after", [0, 2, None])
+def test_no_replica_of_a_paused_server_exchanges_weights_while_one_has_requests(
+    idle_after: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "replicas", lambda: 2)
+    monkeypatch.setattr(routes, "ASK_FOR_S", 0.2)
+    manager, flushed = Manager((True, "done", 0)), []
+    manager.is_pause = True
+
+    async def flush_cache() -> Any:
+        flushed.append(manager.asked)
+        return SimpleNamespace(success=idle_after is not None and len(flushed) > idle_after)
+
+    manager.flush_cache = flush_cache
+    success, message, _ = asyncio.run(routes.from_files(manager.answer, manager, None))
+    assert success is (idle_after is not None) and (success or message.startswith(BUSY))
+    assert manager.asked == success and not any(flushed)
+
+
+def test_replicas_take_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes.refuse_parts(None, None)
+    monkeypatch.setattr(routes, "replicas", lambda: 2)
+    with pytest.raises(ValueError, match=r"\(--dp-size 2\) take new weights from files only: .* --attn-dp-size"):
+        routes.refuse_parts(None, None)
+    monkeypatch.setattr(live, "_answers_clients", False)
+    routes.refuse_parts(None, None)
 
 
 def test_the_route_that_drops_an_update_is_in_the_servers_own_document(monkeypatch: pytest.MonkeyPatch) -> None:
