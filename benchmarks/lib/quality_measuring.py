@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import tempfile
 import time
@@ -305,6 +306,7 @@ class Table:
                 **{name: value for name, value in vars(figures).items() if name != "name"},
                 "positions": sum(len(scores.own) for scores in asked.scores),
                 "plain": plain.kl,
+                "plain_agreement": plain.agreement,
                 "bound": bound_of(plain),
                 "to_trained": asked.row(kind, references, FULL).kl,
             }
@@ -316,6 +318,20 @@ class Table:
         return result
 
 
+def most_other_tokens(of_plain: float, positions: int) -> float:
+    """The share of positions at which a server may prefer another token than the reference.
+
+    Twice that of the reference with activations in bf16, as for KL, and three standard deviations of the difference of
+    two such counts, by Laplace's estimate: none of few positions does not mean a share of 0.
+
+    Args:
+        of_plain: that share.
+        positions: that were compared.
+    """
+    share = (of_plain * positions + 1) / (positions + 2)
+    return 2 * share + 3 * math.sqrt(2 * share * (1 - share) / positions)
+
+
 def problems(measured: dict[str, Any]) -> list[str]:
     """The figures of a row of the table that are beyond their bounds, a line each."""
     found = [
@@ -323,6 +339,14 @@ def problems(measured: dict[str, Any]) -> list[str]:
         for kind in ("text", "chat", "decode")
         if not measured[kind]["kl"] <= measured[kind]["bound"]
     ]
+    for kind in ("text", "chat", "decode"):
+        one = measured[kind]
+        if "plain_agreement" in one:  # earlier files lack it
+            other, most = 1 - one["agreement"], most_other_tokens(1 - one["plain_agreement"], one["positions"])
+            if other > most:
+                found.append(
+                    f"{measured['name']}: {other:.2%} of {kind} have another likeliest token, at most {most:.2%}"
+                )
     found += [
         f"{measured['name']} in fp32 without quantisers: KL of {kind} {kl:.2e}, bound {FP32_BOUND:.2e}"
         for kind, kl in measured.get("fp32", {}).items()

@@ -6,8 +6,8 @@ all numbers of a call are written into one buffer whose addresses stay the same,
 the compiled code gets the pointers of the first one.
 
 The arguments of our launch functions are NamedTuples, whose fields have types of the DSL or are NamedTuples of the same
-kind; numbers of the DSL; and a stream. Compiling needs values of these types (`example`); in NamedTuples a call passes
-Python's numbers.
+kind; tuples of these; numbers of the DSL; and a stream. Compiling needs values of these types (`example`). In
+NamedTuples a call passes Python's numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+Kind = type | tuple["Kind", ...]
+"""An argument's type; of a tuple that is no NamedTuple, the kinds of its elements."""
 _FORMATS = {"Int64": "q", "Int32": "i", "Uint32": "I", "Float32": "f", "CUstream": "P"}
 
 
@@ -35,10 +37,9 @@ class Launcher:
             TypeError: an argument that cannot be packed.
             DSLCudaRuntimeError: CUDA's error of the launch.
         """
-        calls, kinds = self._of_thread.__dict__.setdefault("calls", {}), tuple(map(type, arguments))
-        call = calls.get(kinds)
+        call = getattr(self._of_thread, "call", None)
         if call is None:
-            call = calls[kinds] = Call(self.function, kinds)
+            call = self._of_thread.call = Call(self.function, kinds_of(arguments))
         return call(arguments)
 
     def __getattr__(self, name: str) -> object:
@@ -46,17 +47,17 @@ class Launcher:
 
 
 class Call:
-    """The calls of a compiled function by one thread with arguments of the same types.
+    """The calls of a compiled function by one thread. The function's arguments have the same types in all calls.
 
     Args:
         function: of `cute.compile`, or of an object file.
-        kinds: types of the arguments.
+        kinds: of the arguments, by `kinds_of`.
 
     Raises:
         TypeError: an argument's type is none of those that launch functions have.
     """
 
-    def __init__(self, function: Callable[..., Any], kinds: tuple[type, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], kinds: tuple[Kind, ...]) -> None:
         self._function = function
         self.packer = Packer(kinds)
         self._executor: Any = None
@@ -102,7 +103,7 @@ class Packer:
     """A buffer for the numbers of a call's arguments.
 
     Args:
-        kinds: types of the arguments.
+        kinds: of the arguments, by `kinds_of`.
 
     Attributes:
         arguments: for the compiled function.
@@ -112,9 +113,9 @@ class Packer:
         TypeError: a type is none of those that launch functions have.
     """
 
-    def __init__(self, kinds: tuple[type, ...]) -> None:
-        leaves = [list(_leaves(kind)) for kind in kinds]
-        formats = [_FORMATS[kind.__name__] for of_argument in leaves for kind in of_argument]
+    def __init__(self, kinds: tuple[Kind, ...]) -> None:
+        leaves = [list(_leaves(kind, f"a[{i}]")) for i, kind in enumerate(kinds)]
+        formats = [leaf.format for of_argument in leaves for leaf in of_argument]
         # Native alignment: the address of every number is a multiple of its size.
         self._struct = struct.Struct("@" + "".join(formats))
         self._buffer = ctypes.create_string_buffer(self._struct.size)
@@ -126,17 +127,22 @@ class Packer:
         for of_argument in leaves:
             self.arguments.append(Argument(self.pointers[first : first + len(of_argument)]))
             first += len(of_argument)
-        self._flatten = [_flattener(kind) for kind in kinds]
+        # Written out, since a loop over nested tuples takes as long as the rest of a launch.
+        numbers = "".join(f"{leaf.expression}, " for of_argument in leaves for leaf in of_argument)
+        self._flat: Callable[[tuple], tuple] = eval(f"lambda a: ({numbers})")
 
     def write(self, arguments: tuple) -> None:
         """Writes the numbers of a call's arguments into the buffer."""
-        flat: list[object] = []
-        for flatten, argument in zip(self._flatten, arguments, strict=True):
-            flat += flatten(argument)
+        flat = self._flat(arguments)
         try:
             self._struct.pack_into(self._buffer, 0, *flat)
         except (struct.error, TypeError):  # numbers of the DSL
             self._struct.pack_into(self._buffer, 0, *(getattr(value, "value", value) for value in flat))
+
+
+def kinds_of(arguments: tuple) -> tuple[Kind, ...]:
+    """The kinds of a call's arguments."""
+    return tuple(kinds_of(argument) if type(argument) is tuple else type(argument) for argument in arguments)
 
 
 def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
@@ -144,35 +150,25 @@ def example(kind: type) -> Any:  # noqa: ANN401 - a value of that type
     return kind(*map(example, kind.__annotations__.values())) if hasattr(kind, "_fields") else kind(1)
 
 
-def _leaves(kind: type, of: str = "an argument") -> Iterator[type]:
-    if hasattr(kind, "_fields"):
-        for field in kind.__annotations__.values():
-            yield from _leaves(field, f"{kind.__qualname__}: a field")
-    elif getattr(kind, "__name__", "") in _FORMATS:
-        yield kind
-    else:
+class _Leaf(NamedTuple):
+    """A number of an argument."""
+
+    format: str
+    expression: str
+    """Python: the number in a tuple `a` of the arguments."""
+
+
+def _leaves(kind: Kind, place: str, of: str = "an argument", is_field: bool = False) -> Iterator[_Leaf]:
+    name = getattr(kind, "__name__", "")
+    if isinstance(kind, tuple):
+        for i, element in enumerate(kind):
+            yield from _leaves(element, f"{place}[{i}]", of)
+    elif hasattr(kind, "_fields"):
+        for i, field in enumerate(kind.__annotations__.values()):
+            yield from _leaves(field, f"{place}[{i}]", f"{kind.__qualname__}: a field", is_field=True)
+    elif name not in _FORMATS:
         raise TypeError(f"{of} is {kind}; expected a NamedTuple, or one of {', '.join(_FORMATS)}")
-
-
-def _flattener(kind: type) -> Callable[[Any], Any]:
-    """A function from an argument of this kind to its numbers."""
-    if not hasattr(kind, "_fields"):
-        return _stream if kind.__name__ == "CUstream" else _number
-    is_flat = not any(hasattr(field, "_fields") for field in kind.__annotations__.values())
-    return tuple if is_flat else _flattened
-
-
-def _number(argument: Any) -> tuple:  # noqa: ANN401 - a number of the DSL
-    return (argument.value,)
-
-
-def _stream(argument: Any) -> tuple:  # noqa: ANN401
-    return (int(argument),)
-
-
-def _flattened(values: tuple) -> Iterator[object]:
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _flattened(value)
-        else:
-            yield value
+    elif name == "CUstream":
+        yield _Leaf(_FORMATS[name], f"int({place})")
+    else:
+        yield _Leaf(_FORMATS[name], place if is_field else f"{place}.value")

@@ -45,6 +45,14 @@ def use_few_threads_that_sleep() -> None:
     env.set_default("OMP_WAIT_POLICY", "passive")
 
 
+def no_checkpoint(model: Path) -> str:
+    """The line for a folder without a checkpoint."""
+    return (
+        f"No checkpoint at {model}: there is no config.json in it. MODEL names a folder; for a model of the Hugging "
+        "Face hub, name the folder that `hf download` prints."
+    )
+
+
 def why_port_is_unusable(port: int) -> str | None:
     """Why a server can't bind ``port`` on loopback now; None if it can."""
     with socket.socket() as probe:
@@ -105,7 +113,7 @@ def main() -> int:
     arguments, server_flags = parser.parse_known_args()
 
     if not (arguments.model_path / "config.json").is_file():
-        print(f"No checkpoint at {arguments.model_path}: there is no config.json in it.", file=sys.stderr)
+        print(no_checkpoint(arguments.model_path), file=sys.stderr)
         return 1
     if not 1 <= arguments.port <= 65535:
         print(f"{arguments.port} is no port: name one from 1 to 65535, as in make serve PORT=30001", file=sys.stderr)

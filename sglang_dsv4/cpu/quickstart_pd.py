@@ -23,6 +23,7 @@ from sglang_dsv4.cpu.quickstart import (
     HOST,
     START_TIMEOUT_S,
     is_ready,
+    no_checkpoint,
     parser_flags,
     use_few_threads_that_sleep,
     what_to_type,
@@ -97,7 +98,7 @@ def main() -> int:
 def what_is_missing(model: Path, port: int) -> str | None:
     """Why the servers can't be started; None if they can."""
     if not (model / "config.json").is_file():
-        return f"No checkpoint at {model}: there is no config.json in it."
+        return no_checkpoint(model)
     if not 1 <= port <= 65532:
         return f"{port} and the three ports after it are not all ports: name one from 1 to 65532."
     if importlib.util.find_spec("sglang_router") is None:

@@ -37,10 +37,10 @@ KERNELS = (
         ("moe/test_router_moe_kernels.py",),
         ("route_topk", "route_hash", "swiglu", "swiglu_fp8"),
     ),
-    Kernel("row numbers of a step", ("step_mapping/test_step_mapping.py",)),
-    Kernel("unpacking of pages", ("unpack/test_unpack.py",)),
+    Kernel("row numbers of a step", ("step_mapping/test_step_mapping.py",), ("step_mapping",)),
+    Kernel("unpacking of pages", ("unpack/test_unpack.py",), ("unpack_pages",)),
     Kernel("window rows", ("norm_rope_store/test_norm_rope_store.py",), ("norm_rope_store",)),
-    Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",)),
+    Kernel("compressor", ("compressor/test_compressor_store_on_gpu.py",), ("compress_store",)),
     Kernel(
         "hyper-connections",
         (

@@ -45,9 +45,10 @@ def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], comma
         f"*modelled*: the same by benchmarks/step_model for {of_gpu}, whose constants were fitted on an H200; "
         "empty where it does not count the kernel.",
         "",
-        "Every case but `fp8_quantise` may have *other* bits: a tensor core aligns and truncates the terms of an "
-        "instruction before it adds them, and a GPU's `ex2`, `rcp` and `rsqrt` are approximate, where the emulator "
-        "adds in order and rounds correctly. The distance decides whether such a case is right.",
+        "Every case but `fp8_quantise`, `step_mapping` and `unpack_pages` may have *other* bits: a tensor core aligns "
+        "and truncates the terms of an instruction before it adds them, and a GPU's `ex2`, `rcp` and `rsqrt` are "
+        "approximate, where the emulator adds in order and rounds correctly. The distance decides whether such a case "
+        "is right.",
         "",
         "| case | result | distance | bits | us | modelled |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -46,9 +46,12 @@ def test_results_are_within_their_bounds() -> None:
     assert not [line for row in result["rows"] for line in measuring.problems(row)]
 
 
+WITHIN = {"kl": 1e-3, "bound": 2e-3, "to_trained": 2e-3}
+
+
 def measured(**changed: Any) -> dict[str, Any]:
     """Return a row of the table in which everything is within its bound, but for what is `changed`."""
-    figures = {kind: {"kl": 1e-3, "bound": 2e-3, "to_trained": 2e-3} for kind in ("text", "chat", "decode")}
+    figures = dict.fromkeys(("text", "chat", "decode"), WITHIN)
     fp32 = {"text": 1e-12, "bound": measuring.FP32_BOUND}
     row = {"name": "x", "contender": "ours", "same_bits": 1.0, "same_bits_promised": True, "fp32": fp32, **figures}
     return {**row, **changed}
@@ -61,13 +64,26 @@ def measured(**changed: Any) -> dict[str, Any]:
         ({"chat": {"kl": float("nan"), "bound": 2e-3}}, "KL of chat nan"),
         ({"fp32": {"text": 6e-9, "bound": 5e-9}}, "in fp32 without quantisers: KL of text 6.00e-09"),
         ({"same_bits": 0.999}, "99.90% of the tokens have the promised bits"),
+        (
+            {"text": {**WITHIN, "agreement": 0.7, "plain_agreement": 0.9, "positions": 10_000}},
+            "30.00% of text have another likeliest token, at most 21.29%",
+        ),
     ],
-    ids=["KL", "NaN", "fp32", "bits"],
+    ids=["KL", "NaN", "fp32", "bits", "agreement"],
 )
 def test_a_figure_beyond_its_bound_is_named(changed: dict[str, Any], problem: str) -> None:
     assert not measuring.problems(measured())
     (found,) = measuring.problems(measured(**changed))
     assert problem in found
+
+
+def test_agreement_may_differ_by_chance() -> None:
+    """Both counts have a deviation; none of few positions is no share of 0."""
+    many = {**WITHIN, "agreement": 0.8, "plain_agreement": 0.9, "positions": 10_000}
+    assert not measuring.problems(measured(text=many))
+    half = {**WITHIN, "agreement": 0.5, "plain_agreement": 1.0}
+    assert not measuring.problems(measured(decode=half | {"positions": 2}))
+    assert measuring.problems(measured(decode=half | {"positions": 96}))
 
 
 def test_ours_must_not_be_further_from_the_trained_model_than_the_builtin() -> None:

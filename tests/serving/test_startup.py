@@ -190,7 +190,7 @@ def test_quickstart_says_that_there_is_no_such_port(checkpoint: Path) -> None:
 def test_quickstart_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
     done = quickstart("--model-path", str(tmp_path), "--port", str(free_port()))
     assert done.returncode == 1
-    assert done.stderr.startswith(f"No checkpoint at {tmp_path}")
+    assert done.stderr.startswith(f"No checkpoint at {tmp_path}") and "MODEL names a folder" in done.stderr
 
 
 def test_setup_says_that_python_is_missing(tmp_path: Path) -> None:

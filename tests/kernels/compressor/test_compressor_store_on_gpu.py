@@ -27,6 +27,7 @@ from ops.compressor_store_cases import (
     UNIFORM,
     assert_allowed,
     assert_state,
+    moved,
     uniform_requests,
 )
 from ops.number_formats import same_bits
@@ -39,20 +40,6 @@ from dsv4_kernels.quant import fp4_qdq, fp8_qdq, hadamard
 @pytest.fixture
 def kernel_here(kernel_on_gpu: Callable[[str], str]) -> str:
     return kernel_on_gpu("compress_store")
-
-
-def on_gpu(f: Forward) -> Forward:
-    """A copy of the inputs on the GPU; kv and score remain halves of one product."""
-    tensors = ("ape", "state", "norm_weight", "frequencies", "overlap")
-    made = []
-    for c in f.compressions:
-        moved = {name: getattr(c, name).cuda() for name in tensors if getattr(c, name) is not None}
-        product, width = torch.cat([c.kv, c.score], 1).cuda(), c.kv.shape[1]
-        table = replace(c.table, storage=c.table.storage.cuda())
-        made.append(replace(c, **moved, kv=product[:, :width], score=product[:, width:], table=table))
-    lists = ("positions", "sources", "entry_positions", "slots", "state_rows", "overlap_rows")
-    moved = {name: getattr(f.groups, name).cuda() for name in lists if getattr(f.groups, name) is not None}
-    return Forward(replace(f.groups, **moved), made, f.rows)
 
 
 def back(f: Forward) -> Forward:
@@ -82,7 +69,7 @@ def test_the_gpu_makes_a_chunk(kernel_here: str, kind: str) -> None:
     for form, changed in FORMS.items():
         setting = replace(SETTINGS[kind], **changed)
         untouched = forward(setting, CHUNKS[kind], overlaps=overlaps, open_groups=2)
-        f = on_gpu(untouched)
+        f = moved(untouched, "cuda")
         compress_store(f.groups, f.compressions, BF16, kernel_here)
         f = back(f)
         if form == "plain":
@@ -109,11 +96,11 @@ def test_the_gpu_makes_a_uniform_batch(kernel_here: str, name: str) -> None:
     kind, k, ring = UNIFORM[name]
     setting = Setting(kind, ring)
     requests = uniform_requests(setting.ratio, k)
-    chunk = on_gpu(forward(setting, requests, seed=1))
+    chunk = moved(forward(setting, requests, seed=1), "cuda")
     compress_store(chunk.groups, chunk.compressions, BF16, kernel_here)
     chunk = back(chunk)
     untouched = forward(setting, requests, k)
-    f = on_gpu(untouched)
+    f = moved(untouched, "cuda")
     states = [c.state.clone() for c in f.compressions]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -139,10 +126,10 @@ def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
     """Rows of the state, the table and the products beyond 2 GB: 12 GB together."""
     setting = replace(SETTINGS["hca"], formats=(FP8,))
     near = forward(setting, CHUNKS["hca"])
-    f = on_gpu(near)
+    f = moved(near, "cuda")
     (c,), g, width = f.compressions, f.groups, 512
     compress_store(g, [c], BF16, kernel_here)
-    fresh = on_gpu(forward(setting, CHUNKS["hca"])).compressions[0]
+    fresh = moved(forward(setting, CHUNKS["hca"]), "cuda").compressions[0]
     skipped, pages, tokens = 2**20, 2**16, len(g.positions)
     state = torch.zeros(skipped + SLOTS * 128, 2, width, device="cuda")
     state[skipped:] = fresh.state
@@ -158,12 +145,12 @@ def test_the_gpu_finds_rows_beyond_two_gigabytes(kernel_here: str) -> None:
         score=product[:, width:],
         table=KVRows(storage, FP8, 64 * (pages + 4), 512, 64),
     )
-    moved = replace(
+    far_groups = replace(
         g,
         sources=torch.where(g.sources >= 0, g.sources + skipped, -1),
         state_rows=torch.where(g.state_rows >= 0, g.state_rows + skipped, -1),
         slots=g.slots + 64 * pages,
     )
-    compress_store(moved, [far], BF16, kernel_here)
+    compress_store(far_groups, [far], BF16, kernel_here)
     assert same_bits(state[skipped:].cpu(), c.state.cpu()) and not state[:skipped].any()
     assert same_bits(storage[pages:].cpu(), c.table.storage.cpu()) and not storage[:pages].any()

@@ -15,8 +15,9 @@ cutlass = pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 from cuda.bindings.driver import CUstream  # noqa: E402
 from cutlass import Float32, Int32, Int64, Uint32  # noqa: E402
 from cutlass.base_dsl.common import DSLCudaRuntimeError  # noqa: E402
+from cutlass.cutlass_dsl.cuda_stream_adapter import CudaDriverStreamAdapter  # noqa: E402
 
-from dsv4_kernels.host.launch_arguments import Launcher, Packer, example  # noqa: E402
+from dsv4_kernels.host.launch_arguments import Launcher, Packer, example, kinds_of  # noqa: E402
 
 
 class Inner(NamedTuple):
@@ -55,12 +56,17 @@ def test_numbers_lie_where_pointers_say(values: Outer) -> None:
 
 
 def test_every_argument_has_its_pointers() -> None:
-    packer = Packer((Inner, Int32, CUstream))
-    packer.write((VALUES.inner, Int32(5), CUstream(1 << 40)))
-    inner, count, stream = [argument.__c_pointers__() for argument in packer.arguments]
-    assert [*inner, *count, *stream] == packer.pointers and (len(inner), len(count), len(stream)) == (2, 1, 1)
+    arguments = VALUES.inner, (VALUES.inner._replace(count=8), (Int32(9),)), Int32(5), CUstream(1 << 40)
+    packer = Packer(kinds_of(arguments))
+    packer.write(arguments)
+    inner, pair, count, stream = [argument.__c_pointers__() for argument in packer.arguments]
+    assert [*inner, *pair, *count, *stream] == packer.pointers
+    assert (len(inner), len(pair), len(count), len(stream)) == (2, 3, 1, 1)
+    assert [ctypes.c_int32.from_address(place.value).value for place in (pair[0], pair[2])] == [8, 9]
     assert ctypes.c_int32.from_address(count[0].value).value == 5
     assert ctypes.c_void_p.from_address(stream[0].value).value == 1 << 40
+    (of_dsl,) = CudaDriverStreamAdapter(CUstream(1 << 40)).__c_pointers__()
+    assert ctypes.c_void_p.from_address(of_dsl).value == 1 << 40  # the DSL, too, gives the place of the handle
 
 
 class Executor:

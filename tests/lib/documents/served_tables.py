@@ -383,14 +383,16 @@ def acceptance() -> str:
 
 
 def quality() -> str:
-    """Perplexity and mean KL of each configuration on a CPU, each KL with its bound."""
+    """Perplexity, agreement and mean KL of each configuration on a CPU, each KL with its bound."""
 
     def rows() -> Iterator[list[str]]:
         for row in load("quality_cpu")["rows"]:
             exact = max((kl for kind, kl in row.get("fp32", {}).items() if kind != "bound"), default=None)
-            yield [*figures_of(row), "" if exact is None else f"{exact:.0e}"]
+            name, perplexity, *others = figures_of(row)
+            same = f"{100 * row['text']['agreement']:.1f} / {100 * row['text']['plain_agreement']:.1f}"
+            yield [name, perplexity, same, *others, "" if exact is None else f"{exact:.0e}"]
 
-    return markdown((*QUALITY_HEAD, "KL in fp32"), rows())
+    return markdown((*QUALITY_HEAD[:2], "same token, %", *QUALITY_HEAD[2:], "KL in fp32"), rows())
 
 
 def quality_on_gpus() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from ops.compressor_cases import (
@@ -45,6 +47,20 @@ FORMS = {
     "bytes_without_hadamard": {"formats": (FP8, FP4)},
     "only_hadamard": {"hadamard": True},
 }
+
+
+def moved(f: Forward, device: torch.device | str) -> Forward:
+    """Return a copy of the inputs on a device; kv and score remain halves of one product."""
+    tensors = ("ape", "state", "norm_weight", "frequencies", "overlap")
+    made = []
+    for c in f.compressions:
+        there = {name: getattr(c, name).to(device) for name in tensors if getattr(c, name) is not None}
+        product, width = torch.cat([c.kv, c.score], 1).to(device), c.kv.shape[1]
+        table = replace(c.table, storage=c.table.storage.to(device))
+        made.append(replace(c, **there, kv=product[:, :width], score=product[:, width:], table=table))
+    lists = ("positions", "sources", "entry_positions", "slots", "state_rows", "overlap_rows")
+    there = {name: getattr(f.groups, name).to(device) for name in lists if getattr(f.groups, name) is not None}
+    return Forward(replace(f.groups, **there), made, f.rows)
 
 
 def assert_state(setting: Setting, f: Forward, untouched: Forward) -> None:

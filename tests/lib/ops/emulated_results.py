@@ -27,6 +27,8 @@ import torch
 from lib.row_kernel_works import WORKS
 from ops.attention_cases import CASES as ATTENTION
 from ops.attention_cases import build
+from ops.compressor_cases import forward
+from ops.compressor_store_cases import CHUNKS, SETTINGS, moved
 from ops.experts_cases import LIMIT, packed_nvfp4_experts
 from ops.experts_cases import Case as ExpertsCase
 from ops.fp8_weight_cases import tokens_of
@@ -39,11 +41,13 @@ from step_model.small_calls import modelled_us
 from torch import Tensor
 
 from dsv4_kernels import moe, registry
+from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.device import dependent_launch
+from dsv4_kernels.host.arch import ARCHITECTURES
 from dsv4_kernels.hyper_connection import hc_boundary
 from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.indexer import index_topk
-from dsv4_kernels.kv_layout import PAGE_ROWS
+from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.linear import (
     HeadRotation,
     grouped_linear,
@@ -52,12 +56,14 @@ from dsv4_kernels.linear import (
     linear_fp32,
 )
 from dsv4_kernels.quant import fp8_quantise
+from dsv4_kernels.step_mapping import GroupLayout, StepLayout, step_mapping
+from dsv4_kernels.unpack import Pages, unpack_pages
 
 RESULTS = Path(__file__).parents[2] / "emulator" / "results" / "kernel_results.json"
 TOKENS = 3
 CALLS, REPLAYS = 20, 5
 """Calls in the graph that is timed, one after the other as in a forward, and replays of it."""
-IN_PLACE = ("inverse_rope", "norm_rope_store")
+IN_PLACE = ("inverse_rope", "norm_rope_store", "compress_store")
 Call = Callable[[str], Sequence[Tensor]]
 """Runs the implementation of that name and returns its results."""
 
@@ -112,6 +118,30 @@ def boundary_of_few(device: torch.device) -> Call:
         return [*others, comb.logits]
 
     return call
+
+
+def addresses_of_a_step(device: torch.device) -> Call:
+    """Addresses of a verify step of three requests with five tokens each, by Flash's layout."""
+    layout = StepLayout(256, 128, 256, (GroupLayout(4, 2, 16), GroupLayout(128, 1, 256)))
+    pages = 1 + torch.randperm(21, generator=torch.Generator().manual_seed(0)).view(7, 3, 1)
+    table = (256 * pages + torch.arange(256)).view(7, -1).int().to(device)
+    first, slots = torch.tensor([250, 509, 4], device=device), torch.tensor([1, 5, 2], device=device)
+
+    def call(impl: str) -> list[Tensor]:
+        mapping = step_mapping(first, slots, table, 5, 3, 7, layout, impl=impl)
+        groups = [x for group in mapping.groups for x in group]
+        return [x for x in (*mapping, *groups) if isinstance(x, Tensor)]
+
+    return call
+
+
+def unpacked_pages(device: torch.device) -> Call:
+    """Rows of three pages of 64, in bf16."""
+    rows = KVRows.allocate(5 * 64, RowFormat.FP8, 512, 64, torch.bfloat16, "cpu", 0.0)
+    rows.scatter(torch.arange(5 * 64), noise(5 * 64, 512))
+    pages = [Pages(replace(rows, storage=rows.storage.to(device)), torch.tensor([3, 0, 2], device=device), 64)]
+    storage = torch.full((3 * 64, 512), math.nan, dtype=torch.bfloat16, device=device)
+    return lambda impl: [unpack_pages(pages, storage, impl=impl)[0].storage]
 
 
 def fp32_product(device: torch.device) -> Call:
@@ -180,6 +210,20 @@ def attention(name: str) -> Callable[[torch.device], Call]:
     return make
 
 
+def stored_entries(device: torch.device) -> Call:
+    """Entries and indexer keys that five requests of a CSA layer close, and the raw rows that they keep."""
+    f = moved(forward(SETTINGS["csa"], CHUNKS["csa"]), device)
+    rows, kept_rows = torch.tensor(list(f.rows.values()), device=device), f.groups.state_rows
+    kept_rows = kept_rows[kept_rows >= 0]
+
+    def call(impl: str) -> list[Tensor]:
+        compress_store(f.groups, f.compressions, torch.bfloat16, impl)
+        kept = [c.state[kept_rows] for c in f.compressions]
+        return [*(c.table.storage[rows] for c in f.compressions), *kept]
+
+    return call
+
+
 def noise(*shape: int) -> Tensor:
     """bf16, the same for a shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
@@ -194,7 +238,10 @@ CASES: dict[str, Case] = {
     "swiglu_fp8": Case("swiglu_fp8", row_case("swiglu_fp8"), tolerance=0.05),
     "route_topk": Case("route_topk_logits", row_case("route_topk")),
     "route_hash": Case("route_hash_logits", row_case("route_hash")),
+    "step_mapping": Case("step_mapping", addresses_of_a_step, exact=True, tolerance=0.0),
+    "unpack_pages": Case("unpack_pages", unpacked_pages, exact=True, tolerance=0.0),
     "norm_rope_store": Case("norm_rope_store", row_case("norm_rope_store"), tolerance=0.05),
+    "compress_store": Case("compress_store", stored_entries),
     "hc_boundary": Case("hc_boundary", boundary),
     "hc_boundary_of_few": Case("hc_boundary", boundary_of_few),
     "linear_fp32": Case("linear_fp32", fp32_product),
@@ -249,14 +296,15 @@ def digest(results: Sequence[Tensor]) -> str:
     return found.hexdigest()[:32]
 
 
-def emulated_digest(name: str, kernel: str) -> str:
-    """The digest of a case's results in the emulator, with its checks on."""
+def emulated_digest(name: str, kernel: str, arch: str | None = None) -> str:
+    """The digest of a case's results in the emulator, with its checks on; `arch`: "sm_103a" for B300."""
     from ptx_emulator import Checks, emulated
 
-    call = made(name, torch.device("cpu"))
+    call, arch = made(name, torch.device("cpu")), arch or ARCH[kernel]
     by_name = mock.patch.object(registry, "chosen", _also_on_a_cpu)
-    with by_name, mock.patch.object(registry, "_resolved", {}), dependent_launch.switched(False):
-        with emulated(checks=Checks.strict(), arch=ARCH[kernel]) as device:
+    for_arch = mock.patch.dict(ARCHITECTURES, {kernel: arch})
+    with by_name, for_arch, mock.patch.object(registry, "_resolved", {}), dependent_launch.switched(False):
+        with emulated(checks=Checks.strict(), arch=arch) as device:
             results = call(kernel)
         assert device.reports, f"{name}: no kernel was launched"
         return digest(results)
