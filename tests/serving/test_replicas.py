@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 from serving.groups import DETERMINISTIC, Question, bits, shape_for, some
-from serving.server import SLEEP_ON_IDLE, TAILS, Server, flush, running_server
+from serving.server import SLEEP_ON_IDLE, TAILS, Server, flush, running_server, wait_until
 
 from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
@@ -150,3 +151,32 @@ def test_replicas_take_no_tensors(server: Server, request: pytest.FixtureRequest
     ):
         refused = post(server, route, **body)
         assert refused.status_code == 400 and "(--dp-size 2) take new weights from files only" in refused.text
+
+
+def test_a_replica_that_is_killed_ends_the_server(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """An out-of-memory killer takes one. No request waits for it, nor one of the other replica, and nothing stays."""
+    with running_server(models[0], tmp_path / "log", *FLAGS, *KINDS["replicas"], env=TAILS) as running:
+        answers: list[Any] = []
+
+        def ask(rank: int) -> None:
+            sampling = {"max_new_tokens": 2500, "temperature": 0, "ignore_eos": True}
+            body = {"input_ids": some(90 + rank, 40), "sampling_params": sampling, "routed_dp_rank": rank}
+            try:
+                answers.append(post(running, "generate", **body).status_code)
+            except requests.RequestException as error:
+                answers.append(error)
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: requests.get(f"{running.url}/health_generate", timeout=60).status_code == 200)
+        children = psutil.Process(running.process.pid).children(recursive=True)
+        titles = {" ".join(child.cmdline()): child for child in children}  # they end with a rank's number
+        killed = titles[max(title for title in titles if title.startswith("sglang::scheduler"))]
+        killed.kill()
+        wait_until(lambda: running.process.poll() is not None, 120)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a request waits for a rank that is gone"
+        assert len(answers) == 2 and 200 not in answers
+        wait_until(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), 60)

@@ -22,4 +22,8 @@ PIPELINE = (
     Hook("sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", Kind.AROUND, Process.SCHEDULER,
          "sglang_dsv4.seam.lost_rank:limit_waits", "exchanges between CPUs end after `--dist-timeout`, too",
          "SGLang takes the flag for its groups of CPUs"),
+    Hook("sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop", Kind.BEFORE,
+         Process.SCHEDULER, "sglang_dsv4.seam.lost_rank:watch_replicas",
+         "a replica that is killed ends the server; its clients would wait for ever",
+         "SGLang's controller watches its replicas"),
 )  # fmt: skip

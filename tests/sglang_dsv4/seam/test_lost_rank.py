@@ -6,8 +6,11 @@ import inspect
 import logging
 import multiprocessing
 import re
+import signal
 import socket
+import time
 from datetime import timedelta
+from queue import Empty, Queue
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +88,42 @@ def test_groups_of_cpus_wait_as_long_as_the_flag_says(
         original = inspect.unwrap(GroupCoordinator.__init__)
         lost_rank.limit_waits(original, object.__new__(GroupCoordinator), **given)
     assert made.value.args == (timedelta(seconds=seconds),)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_replica_that_ends_ends_the_server(
+    ours: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One process of two, of which SGLang's controller, in its loop, sees nothing; another model's is left alone."""
+    architecture = "DeepseekV4ForCausalLM" if ours else "Qwen3ForCausalLM"
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    launcher = SimpleNamespace(signals=Queue())
+    launcher.send_signal = launcher.signals.put
+    monkeypatch.setattr("sglang.srt.runtime_context.process_model_config", lambda: config)
+    monkeypatch.setattr(lost_rank, "LAUNCHER_ENDS_S", 0.0)
+    monkeypatch.setattr(lost_rank.psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(100,)) for _ in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        with caplog.at_level(logging.ERROR):
+            lost_rank.watch_replicas(SimpleNamespace(scheduler_procs=[None, *processes]))
+            lost_rank.watch_replicas(SimpleNamespace(scheduler_procs=[]))  # the ranks of groups are the launcher's
+            with pytest.raises(Empty):
+                launcher.signals.get(timeout=0.3)
+            processes[1].kill()
+            if not ours:
+                processes[1].join()
+                with pytest.raises(Empty):
+                    launcher.signals.get(timeout=0.3)
+                return
+            assert launcher.signals.get(timeout=30) == signal.SIGQUIT
+        assert f"a replica (process {processes[1].pid}) has ended with exit code -9" in caplog.text
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 @pytest.mark.slow
