@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lib.quality_figures import generate
 from serving.server import Server, running_server
+from tokenizers import Tokenizer
 from train_tiny import questions
+from train_tiny.chat import ASSISTANT, BOS, USER
 from train_tiny.export import config_of
 from train_tiny.shape import TinyShape
 
@@ -62,6 +65,26 @@ def test_it_answers_in_words(server: Server) -> None:
     assert questions.said(asked.ask("What is 17 + 25?")) == "17 + 25 = 42."
     right, shown = questions.needle(asked, random.Random("8K"), 7000)
     assert right, shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("boundary", [16_384, 32_768])
+def test_needles_around_long_boundaries(server: Server, boundary: int) -> None:
+    """Each length modulo 4 on both sides of a boundary, in tokens. The needle is near the beginning, so that all
+    prompts but the first find their prefix; up to 8,192 tokens `test_quality` has every length modulo 128."""
+    tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    hay = ids(LICENCE) * (boundary // 2000)
+    begin = [*ids(BOS + USER), *hay[:400], *ids("\nThe secret number of Anna is 48213.\n")]
+    end = ids(f"\n\n{ANNA}{ASSISTANT}</think>")
+    for length in range(boundary - 4, boundary + 4):
+        prompt = begin + hay[400 : 400 + length - len(begin) - len(end)] + end
+        assert len(prompt) == length
+        answer = generate(server.url, prompt, 16)
+        assert answer["text"].startswith("The secret number of Anna is 48213"), (length, answer["text"])
 
 
 @pytest.mark.slow
