@@ -1,25 +1,28 @@
-"""Times of handing a row to the next phase: by a launch, or inside of a kernel whose CTAs stay.
+"""Latency from the stores of one phase to the loads of the next: between launches, and between resident CTAs of one.
 
-    python benchmarks/bench_handover.py [--ctas 16,64,128] [--impl sm90] [--out FILE.json]
+    python benchmarks/bench_handover.py [--ctas 16,64,128] [--out FILE.json]
 
 A decode step of one request is a chain of some 600 launches whose bytes take less time than the way from one launch to
-the next. A kernel that stays resident for a layer would pay another price: its CTAs wait for each other's results in
-global memory. `lib/handover.py` is that chain without arithmetic: every CTA reads a row of 8 KB, the latents of a token
-of V4-Flash, and writes its share of the next one.
+the next. A kernel whose CTAs stay resident for a layer would pay another price: its CTAs wait for each other's results
+in global memory. `lib/handover.py` is that chain without arithmetic: every CTA reads a row of 8 KB, 4,096 channels in
+bf16, and writes its share of the next row.
 
     launches   each phase is a launch that begins early, as in our graphs
-    ahead      the same, but a phase takes the words of the row before it waits for the launch before
+    ahead      the same, but a phase takes the words of the row before it waits for the launch before; a lower bound,
+               since many of these small launches are resident together
     counters   one launch; a counter for each phase, by release and acquire
     words      one launch; each word says itself that it has arrived, as in our sums over ranks
 
-Results are compared with the definition first. Then graphs with PHASES phases are replayed in turns; the difference of
-their times is that of the phases alone. The last line is the result as JSON.
+Results are compared with the definition first, and again after the timing: each replay begins with another row. Graphs
+with PHASES phases are replayed in turns; the difference of their times is that of the phases, and of some nanoseconds a
+phase in which rows are emptied. The last line is the result as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,9 +30,9 @@ from lib import handover
 from lib.handover import Shape, Way
 from lib.measuring import gpu_state, interleaved
 from lib.versions import versions
-from torch import Tensor
 
 from dsv4_kernels.device.peer_words import EMPTY
+from dsv4_kernels.host.arch import implementation_of
 
 CTAS = (16, 64, 128)
 VECTORS = 512
@@ -37,33 +40,45 @@ PHASES = (64, 256)
 SECONDS = 2.0
 
 
-def rows_and_counters(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows before the first phase, with random numbers in row 0, and the counters."""
-    rows = torch.full((shape.phases + 1, shape.vectors, 4), EMPTY - (1 << 32), dtype=torch.int32)
-    rows[0] = torch.randint(0, handover.MASK, rows[0].shape, generator=torch.Generator().manual_seed(shape.ctas))
-    return rows.to(device), torch.zeros(shape.phases, dtype=torch.int32, device=device)
+class Chain:
+    """The phases of a graph, with rows and counters of their own.
 
-
-def check(impl: str, shape: Shape, device: torch.device) -> None:
-    """Compare all rows with the definition.
-
-    Raises:
-        AssertionError: a row differs.
+    Args:
+        impl: "sm90" or "sm100".
     """
-    rows, counters = rows_and_counters(shape, device)
-    first = rows[0].cpu()
-    handover.run(impl, shape, rows, counters)
-    assert torch.equal(rows[1:].cpu(), handover.expected(first, shape.phases)), f"{shape}: rows are wrong"
 
+    def __init__(self, impl: str, shape: Shape, device: torch.device) -> None:
+        self.impl, self.shape = impl, shape
+        rows = torch.full((shape.phases + 1, shape.vectors, 4), EMPTY - (1 << 32), dtype=torch.int32)
+        rows[0] = torch.randint(0, handover.MASK, rows[0].shape, generator=torch.Generator().manual_seed(shape.ctas))
+        self.rows, self.counters = rows.to(device), torch.zeros(shape.phases, dtype=torch.int32, device=device)
 
-def calls_of(impl: str, shape: Shape, device: torch.device) -> list:
-    """Return the calls of a graph: empty rows and counters, then all phases."""
-    rows, counters = rows_and_counters(shape, device)
-    return [
-        lambda: rows[1:].fill_(EMPTY - (1 << 32)),
-        counters.zero_,
-        lambda: handover.run(impl, shape, rows, counters),
-    ]
+    def calls(self) -> list[Callable[[], object]]:
+        """Return the calls of a graph: the next first row, empty rows and counters, then all phases.
+
+        The counters come between the empty rows and the first phase, which with `ahead` stores before it waits.
+        """
+        return [
+            lambda: self.rows[0].add_(1).bitwise_and_(handover.MASK),
+            lambda: self.rows[1:].fill_(EMPTY - (1 << 32)),
+            self.counters.zero_,
+            self.run,
+        ]
+
+    def run(self) -> None:
+        """Compute all rows after the first one."""
+        handover.run(self.impl, self.shape, self.rows, self.counters)
+
+    def check(self) -> None:
+        """Compare all rows with the definition.
+
+        Raises:
+            AssertionError: names the first row that differs.
+        """
+        rows = self.rows.cpu()
+        wanted = handover.expected(rows[0], self.shape.phases)
+        for phase, (found, row) in enumerate(zip(rows[1:], wanted, strict=True)):
+            assert torch.equal(found, row), f"{self.shape}: row {phase} is {found.tolist()}, expected {row.tolist()}"
 
 
 def per_phase_us(of_phases: dict[int, float]) -> float:
@@ -72,17 +87,25 @@ def per_phase_us(of_phases: dict[int, float]) -> float:
     return (long - short) / (many - few)
 
 
-def run_case(impl: str, ctas: int, device: torch.device) -> dict:
-    """Return one row of the result."""
-    shapes = {(way, phases): Shape(way, ctas, VECTORS, phases) for way in Way for phases in PHASES}
-    for shape in shapes.values():
-        check(impl, shape, device)
-    contenders = {f"{way.value} {phases}": calls_of(impl, shape, device) for (way, phases), shape in shapes.items()}
-    timings = interleaved(contenders, device, SECONDS)
+def run_case(ctas: int, device: torch.device) -> dict:
+    """Return one row of the result.
+
+    Raises:
+        AssertionError: rows are wrong, before or after the timing.
+    """
+    impl = implementation_of(device)
+    chains = {(way, n): Chain(impl, Shape(way, ctas, VECTORS, n), device) for way in Way for n in PHASES}
+    for chain in chains.values():
+        chain.run()
+        chain.check()
+    calls = {f"{way.value} {n}": chain.calls() for (way, n), chain in chains.items()}
+    timings = interleaved(calls, device, SECONDS)
+    for chain in chains.values():
+        chain.check()
     row: dict = {"ctas": ctas, "bytes_a_row": VECTORS * handover.VECTOR_BYTES}
     for way in Way:
         # `interleaved` divides by the number of calls.
-        graphs = {p: timings[f"{way.value} {p}"].median_us * len(contenders[f"{way.value} {p}"]) for p in PHASES}
+        graphs = {n: timings[f"{way.value} {n}"].median_us * len(calls[f"{way.value} {n}"]) for n in PHASES}
         row[way.value] = round(per_phase_us(graphs), 3)
     return row
 
@@ -91,17 +114,15 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ctas", type=lambda text: [int(x) for x in text.split(",")], default=list(CTAS))
-    parser.add_argument("--impl", default="sm90", choices=("sm90", "sm100"))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda")
     result = {"benchmark": "handover", "gpu": gpu_state(), "versions": versions(), "rows": []}
     for ctas in arguments.ctas:
-        row = run_case(arguments.impl, ctas, device)
+        row = run_case(ctas, device)
         result["rows"].append(row)
-        print(
-            f"{ctas:4d} CTAs, us a phase: " + ", ".join(f"{way.value} {row[way.value]:.2f}" for way in Way), flush=True
-        )
+        times = ", ".join(f"{way.value} {row[way.value]:.2f}" for way in Way)
+        print(f"{ctas:4d} CTAs, us a phase: {times}", flush=True)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

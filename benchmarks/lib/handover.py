@@ -1,4 +1,4 @@
-"""A kernel of phases that each read all results of the phase before: what a layer does, without its arithmetic.
+"""A kernel of phases that each read all results of the phase before, as a layer's kernels do, without arithmetic.
 
 A row has `vectors` of 16 bytes. In a phase every CTA reads a whole row, adds its words up as integers, and writes its
 share of the next row from the sum. Phases are launches of their own, or parts of one launch whose CTAs are resident
@@ -45,8 +45,10 @@ class Shape:
     """Compile-time parameters.
 
     Attributes:
-        vectors: of a row, a thread for each; a multiple of WARP and of `ctas`.
-        phases: of one launch.
+        way: from phase to phase.
+        ctas: of a launch; each writes an equal share of a row.
+        vectors: of a row, a thread for each; a multiple of WARP and of `ctas`, at most 1,024.
+        phases: of all launches of `run`; 1 in the compiled shape of a way with a launch for each phase.
     """
 
     way: Way
@@ -57,7 +59,8 @@ class Shape:
     def __post_init__(self) -> None:
         if self.vectors % WARP or self.vectors % self.ctas or not 0 < self.vectors <= 1024:
             raise ValueError(
-                f"vectors should be at most 1,024 and divide by {WARP} and by {self.ctas} CTAs; got {self.vectors}"
+                f"vectors must be a multiple of {WARP} and of the number of CTAs ({self.ctas}), and at most 1,024; got "
+                f"{self.vectors}"
             )
 
 
@@ -153,14 +156,19 @@ def run(impl: str, shape: Shape, rows: Tensor, counters: Tensor) -> None:
         impl: "sm90" or "sm100".
         rows: [phases + 1, vectors, 4] int32, contiguous; EMPTY (-1) from row 1 on.
         counters: [phases] int32, zeros.
+
+    Raises:
+        RuntimeError: launches that should begin early may not.
     """
+    if shape.way in (Way.LAUNCHES, Way.AHEAD) and not dependent_launch.is_on():
+        raise RuntimeError(f"{shape.way.value} needs {dependent_launch.VARIABLE}=on, and it is off: unset it")
     arch, stream = architecture(impl, rows.device), current_stream(rows.device)
     if shape.way in (Way.WORDS, Way.COUNTERS):
         compile(shape, arch)(Arguments(rows.data_ptr(), counters.data_ptr()), stream)
         return
-    one = compile(Shape(shape.way, shape.ctas, shape.vectors, 1), arch)
+    launcher = compile(Shape(shape.way, shape.ctas, shape.vectors, 1), arch)
     for phase in range(shape.phases):
-        one(Arguments(rows.data_ptr() + phase * shape.vectors * VECTOR_BYTES, counters.data_ptr()), stream)
+        launcher(Arguments(rows.data_ptr() + phase * shape.vectors * VECTOR_BYTES, counters.data_ptr()), stream)
 
 
 def expected(first: Tensor, phases: int) -> Tensor:

@@ -322,7 +322,8 @@ def most_other_tokens(of_plain: float, positions: int) -> float:
     """The share of positions at which a server may prefer another token than the reference.
 
     Twice that of the reference with activations in bf16, as for KL, and three standard deviations of the difference of
-    two such counts, by Laplace's estimate: none of few positions does not mean a share of 0.
+    two counts with that share. The share is estimated by Laplace's rule, since zero of few positions is
+    not a share of 0.
 
     Args:
         of_plain: that share.

@@ -1,7 +1,9 @@
 """Works of a comparison of served models, in cells: one load, repeated, and the seconds that it is expected to take.
 
 decode       1, 4, 16, 64 and 128 requests of 4.6K tokens; tok/s while all of them decode; of contenders with `gpu_time`
-             also the time in which the GPU runs a step
+             also gpu_step_ms, the time of a step between SGLang's events around its forward: without the sampler, and
+             with the host's preparation of a step if the GPU waits for it, so that less than step_ms shows a gap of
+             the host, and as much shows none
 prefill      eight prompts of 8K tokens; one of 64K
 long         one prompt of 256K tokens, which needs --context-length 270336
 multi_turn   32 conversations of four turns over four shared prefixes of 4K, which all fit into the pool
@@ -38,6 +40,7 @@ DRAFTED_STEP_S = {1: 0.011, 4: 0.015, 16: 0.026, 64: 0.041, 128: 0.07, 256: 0.14
 FLUSH_S = 0.5
 PROFILE_S = 30
 KV_BYTES = "kv_bytes_per_token"
+GPU_SHARE = "gpu_share"
 
 OfSeed = Callable[[int], serve_load.Load]
 Measured = dict[str, float]
@@ -93,12 +96,11 @@ def cells(
         work: str, requests: int, load: OfSeed, prompt: int, new_tokens: int, seeds: Sequence[int] = short
     ) -> Cell:
         def measure(server: Server, repeat: int) -> Measured:
-            since = server.log_size() if work == "decode" else 0
-            found = steady(server, load(seeds[repeat]))
+            found = steady(server, load(seeds[repeat]), requests if work == "decode" else None)
             if work == "decode":
                 found["step_ms"] = 1e3 * requests * found.get("tokens_a_step", 1.0) / found["tok_s"]
-                if (share := server.gpu_share(requests, since)) is not None:
-                    found["gpu_step_ms"] = share * found["step_ms"]
+                if GPU_SHARE in found:
+                    found["gpu_step_ms"] = found.pop(GPU_SHARE) * found["step_ms"]
             if work == "8k_1k":
                 found["tok_s_a_gpu"] = found["tok_s"] / gpus
             return found
@@ -178,11 +180,17 @@ def _of_step(found: Profile) -> Measured:
     return {"launches_per_step": found.launches, **times, **host}
 
 
-def steady(server: Server, load: serve_load.Load) -> Measured:
-    """Return the figures of the first run without a stall, or of the run with the shortest stall."""
+def steady(server: Server, load: serve_load.Load, decoding: int | None = None) -> Measured:
+    """Return the figures of the first run without a stall, or of the run with the shortest stall.
+
+    If `decoding` requests decode at once, GPU_SHARE is among them where the server's log has it.
+    """
     runs = []
     for _ in range(1 + MOST_RUNS):
+        since = 0 if decoding is None else server.log_size()
         runs.append(serve_load.run(server.url, load))
+        if decoding is not None and (share := server.gpu_share(decoding, since)) is not None:
+            runs[-1][GPU_SHARE] = share
         if runs[-1][serve_load.SILENCE] < server.stall_s:
             break
         print(f"    a stall of {runs[-1][serve_load.SILENCE]:.1f} s: run again", flush=True)

@@ -77,8 +77,10 @@ class Server:
         return self.log.stat().st_size
 
     def gpu_share(self, requests: int, since: int) -> float | None:
-        """Return the share of the time in which the GPU runs a forward while so many requests decode, by the log after
-        `since` bytes: the median of its lines. None if the log has none (SGLANG_ENABLE_METRICS_DEVICE_TIMER)."""
+        """Return the share of the time between SGLang's events around forwards while so many requests decode.
+
+        The median of the log's lines after `since` bytes; None if there are none (SGLANG_ENABLE_METRICS_DEVICE_TIMER).
+        """
         return gpu_share(self.log.read_bytes()[since:].decode(errors="replace"), requests)
 
     def kv_memory(self) -> tuple[float, int]:

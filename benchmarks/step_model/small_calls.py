@@ -1,8 +1,8 @@
 """Modelled times of the small calls that `sglang_dsv4.kernel_check` times (tests/lib/ops/emulated_results.py).
 
-A CUDA graph repeats a call with the same inputs, so that it reads from L2. Without modelled time are kernels that have
-no counts (a norm in bf16, the router by token id, experts of two choices, attention over lists of any length, rows of a
-step, unpacking), and calls of other sizes than the counts are for (scores of a prefill, the compressor).
+A CUDA graph repeats a call with the same inputs, so that it reads from L2. Kernels without counts have no modelled time
+(a norm in bf16, the router by token id, experts of two choices, attention over lists of any length, rows of a step,
+unpacking), nor have calls of other sizes than the counts are for (scores of a prefill, the compressor).
 """
 
 from __future__ import annotations

@@ -177,14 +177,12 @@ def run(
 
 
 def _launch(noted: Sequence[_Noted]) -> None:
-    from cutlass import Int32
-
     parts = tuple(one.part for one in noted)
     kinds = _kinds(parts)
     counts = [one.ctas for one in noted] + [0] * (MOST_PARTS - len(noted))
     assert len({(one.arch, int(one.stream)) for one in noted}) == 1, noted
     arguments = kinds.arguments(*(one.arguments for one in noted))
-    compile(parts, noted[0].arch)(arguments, kinds.counts(*map(Int32, counts)), noted[0].stream)
+    compile(parts, noted[0].arch)(arguments, kinds.counts(*counts), noted[0].stream)
 
 
 class _Kinds(NamedTuple):

@@ -1,9 +1,9 @@
 """Packed arguments of a launch.
 
 CuTe DSL makes an object and a pointer of every field of an argument, which takes the host 30 us for the arguments of
-one of our kernels, as long as a small kernel runs; and at every call it collects the pointers anew, some 10 us. Here
-all numbers of a call are written into one buffer whose addresses stay the same, and from the second call of a thread on
-the compiled code gets the pointers of the first one.
+one of our kernels, several times as long as a small kernel runs; and at every call it collects the pointers anew, some
+10 us. Here all numbers of a call are written into one buffer whose addresses stay the same. From a thread's second call
+on, the compiled code gets the array of pointers that the first call made.
 
 The arguments of our launch functions are NamedTuples, whose fields have types of the DSL or are NamedTuples of the same
 kind; tuples of these; numbers of the DSL; and a stream. Compiling needs values of these types (`example`). In
@@ -58,33 +58,49 @@ class Call:
     """
 
     def __init__(self, function: Callable[..., Any], kinds: tuple[Kind, ...]) -> None:
-        self._function = function
+        self._function, self._kinds = function, kinds
         self.packer = Packer(kinds)
         self._executor: Any = None
         self._packed: ctypes.Array | None = None
+        self._error = ctypes.c_int32(0)
 
     def __call__(self, arguments: tuple) -> object:
         """Launches; see `Launcher`."""
-        self.packer.write(arguments)
         if self._packed is None:
-            return self._first()
-        if hasattr(type(self._executor).run_compiled_program, "__wrapped__"):  # somebody watches the DSL's launches
-            return self._executor.run_compiled_program(self.packer.pointers)
+            return self._first(arguments)
+        if hasattr(type(self._executor).run_compiled_program, "__wrapped__"):
+            return self._watched(arguments)
+        self.packer.write(arguments)
         self._executor.capi_func(self._packed)
-        error = self._executor.cuda_result.value
-        if error:
+        if self._error.value:
             from cutlass.base_dsl.runtime import cuda
 
-            raise cuda.create_cuda_runtime_error(error, cuda.cudart.cudaError_t)
-        return error
+            raise cuda.create_cuda_runtime_error(self._error.value, cuda.cudart.cudaError_t)
+        return 0
 
-    def _first(self) -> object:
-        """A call by the DSL, which loads the kernel, and appends to our pointers the place of the result."""
+    def _watched(self, arguments: tuple) -> object:
+        """A call by the DSL's function that launches, which an emulator or a profiler has wrapped by `functools.wraps`.
+
+        Raises:
+            TypeError: the arguments have other types than in the first call. Only this path looks, since it costs time.
+        """
+        if (kinds := kinds_of(arguments)) != self._kinds:
+            raise TypeError(f"a launch function got arguments of the types {kinds}; expected {self._kinds}, as before")
+        self.packer.write(arguments)
+        return self._executor.run_compiled_program(self.packer.pointers)
+
+    def _first(self, arguments: tuple) -> object:
+        """A call by the DSL, which loads the kernel, and appends to our pointers the place of CUDA's error.
+
+        That place is the same for all threads, so a copy of the array gets a place of its own.
+        """
+        self.packer.write(arguments)
         result = self._function(*self.packer.arguments)
         self._executor = getattr(self._function, "_default_executor", None)
         if self._executor is not None:
             pointers = self._executor._tls.packed_args
             self._packed = type(pointers).from_buffer_copy(pointers)
+            self._packed[len(self.packer.pointers)] = ctypes.addressof(self._error)
         return result
 
 

@@ -1,4 +1,7 @@
-"""The choice of a call's plan of the kernel, and all plans that a model's calls run. Bits do not depend on the plan."""
+"""Chooses the plan of a hyper-connection call, and lists the plans to compile for a model.
+
+A token's bits do not depend on the plan.
+"""
 
 import functools
 import itertools
@@ -62,10 +65,10 @@ def chosen(
 
 @functools.cache
 def balancing(plan: Plan, ended: bool, own: bool) -> Plan:
-    """The plan of a call.
+    """The plan with the flags of comb's balance.
 
     Args:
-        plan: of any call.
+        plan: with any flags.
         ended: whether comb of the sublayer that ends is `Unbalanced`.
         own: whether comb of the sublayer that begins is balanced.
     """
@@ -163,7 +166,12 @@ def plans(dim: int, fp8: bool, arch: str, bf16_weight: bool = False, fewest: int
 
 
 def plans_of_model(model: ModelShapes, arch: str) -> list[Plan]:
-    """The plans of all calls of `hc_boundary`, `hc_enter` and `hc_finish`."""
+    """The plans of all calls of `hc_boundary`, `hc_enter` and `hc_finish` in a model's forwards.
+
+    Args:
+        model: shapes.
+        arch: to compile for.
+    """
     made = plans(model.hidden_size, model.quantises_inputs, arch)
     if model.fewest_own_rows:  # a rank's own rows are gathered first and quantised after that
         made += plans(model.hidden_size, False, arch, fewest=model.fewest_own_rows)
@@ -176,7 +184,13 @@ def plans_of_model(model: ModelShapes, arch: str) -> list[Plan]:
 
 
 def plans_of_parts(model: ModelShapes, arch: str) -> list[Plan]:
-    """The plans of all calls of `hc_boundary_of_parts`, for parts of the attention and of the experts."""
+    """The plans of all calls of `hc_boundary_of_parts` in a model's forwards, for parts of the attention and of the
+    experts.
+
+    Args:
+        model: shapes.
+        arch: to compile for.
+    """
     made = []
     for size in _sizes(model.peer_boundary_tokens):
         for clusters in possible_clusters(arch, size):

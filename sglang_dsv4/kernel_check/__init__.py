@@ -1,6 +1,6 @@
 """Every kernel of this package on the GPU of this machine: one command, a JSON file and a page to paste into an issue.
 
-    python -m sglang_dsv4.kernel_check [--checkout FOLDER] [--out FOLDER] [--only REGEX] [--timeout SECONDS] [--list]
+    python -m sglang_dsv4.kernel_check [--checkout FOLDER] [--out FOLDER] [--only REGEX] [--timeout MINUTES] [--list]
 
 For each kernel, the simplest first (`catalogue`):
 

@@ -8,7 +8,7 @@ from sglang_dsv4.kernel_check.children import Checked
 
 WORDS = {True: "right", False: "**WRONG**", None: "left out"}
 BITS = {True: "same", False: "other", None: "unknown"}
-MODELLED = {(9, 0): "an H200", (10, 0): "a B200", (10, 3): "a B300"}
+MODELLED = {(9, 0): "for an H200", (10, 0): "for a B200", (10, 3): "for a B300"}
 """Compute capability -> the GPU whose times the model has."""
 
 
@@ -21,7 +21,7 @@ def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], comma
         kernels: in the order of the run.
         command: that made the page.
     """
-    of_gpu = MODELLED.get(tuple(gpu["capability"]), "no such GPU")
+    of_gpu = MODELLED.get(tuple(gpu["capability"]), "which has no constants for this GPU")
     wrong = [kernel.name for kernel in kernels if kernel.ok is False]
     out = [kernel.name for kernel in kernels if kernel.ok is None]
     versions = ", ".join(f"{name} {version}" for name, version in gpu["versions"].items() if version)
@@ -42,8 +42,8 @@ def page(gpu: dict[str, Any], implementation: str, kernels: list[Checked], comma
         "",
         "Small cases: three tokens at the sizes of V4-Flash, experts and attention smaller. *bits*: compared with the "
         "emulator's. *distance*: from the reference, relative. *us*: one of many calls in a replayed CUDA graph. "
-        f"*modelled*: the same by benchmarks/step_model for {of_gpu}, whose constants were fitted on an H200; "
-        "empty where it does not count the kernel.",
+        f"*modelled*: the time by benchmarks/step_model {of_gpu}; empty where it does not count the kernel. Its "
+        "constants were fitted on an H200.",
         "",
         "Every case but `fp8_quantise`, `step_mapping` and `unpack_pages` may have *other* bits: a tensor core aligns "
         "and truncates the terms of an instruction before it adds them, and a GPU's `ex2`, `rcp` and `rsqrt` are "

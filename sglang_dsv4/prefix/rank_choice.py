@@ -159,8 +159,9 @@ class RankChoice:
         return None if session is None else self._sessions.get(session)
 
     def note_session(self, session: str | None, rank: int) -> None:
-        """Remember that a rank has a turn of a session."""
+        """Remember that a rank has a turn of a session; the sessions without a turn for longest are forgotten."""
         if session is not None:
+            self._sessions.pop(session, None)
             self._sessions[session] = rank
             if len(self._sessions) > MOST_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]

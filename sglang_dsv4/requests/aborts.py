@@ -39,7 +39,7 @@ def end_the_request(original: Callable[[Scheduler, AbortReq], None], scheduler: 
 
 
 def show_held_requests(scheduler: Scheduler, abort: AbortReq) -> None:
-    """Put requests of a decode server that a pause has retracted, and that the abort is for, to the retracted ones.
+    """Move the requests that the abort names from the queue that a pause holds to SGLang's queue of retracted requests.
 
     SGLang holds them until the pause ends, and compares no abort with them: a pause with mode `abort` that follows
     waited for them without an end.

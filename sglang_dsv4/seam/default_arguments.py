@@ -98,8 +98,8 @@ def resolve_default_arguments(server_args: ServerArgs, previous: Step) -> None:
 def drafts_of_eagle(arguments: Any) -> dict[str, int]:  # arguments: ServerArgs, or SGLang's view of it
     """The numbers of drafts that `--speculative-algorithm EAGLE` needs and its user did not set: field -> value.
 
-    SGLang would choose the same three numbers, but for DeepSeek-V4 it first asserts that the user gave the top-k. From
-    the number of steps follows that of a verify step's draft tokens, and the other way round.
+    SGLang would choose the same three numbers, but for DeepSeek-V4 it first asserts that the user gave the top-k. The
+    number of draft tokens is that of steps plus 1; the user may give either.
 
     Raises:
         ValueError: a verify step would have no draft.
@@ -111,6 +111,11 @@ def drafts_of_eagle(arguments: Any) -> dict[str, int]:  # arguments: ServerArgs,
         raise ValueError(
             f"sglang-dsv4 expected --speculative-num-draft-tokens of at least 2, got {tokens}: a verify step has a "
             "request's last token and its drafts. Leave the flag out for three drafts."
+        )
+    if steps is not None and steps < 1:
+        raise ValueError(
+            f"sglang-dsv4 expected --speculative-num-steps of at least 1, got {steps}: a step proposes a draft. Leave "
+            "the flag out for three drafts."
         )
     if steps is None:
         steps = EAGLE_STEPS if tokens is None else tokens - 1

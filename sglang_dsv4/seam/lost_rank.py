@@ -1,4 +1,4 @@
-"""A rank that lost another one: how long it waits, a line of the log that says which error that is, and what to do.
+"""How long a rank waits for a lost rank, and the log line that explains the error.
 
 A rank whose process ends closes its connections. The next exchange of any other rank raises an error of gloo or NCCL
 that names an address; SGLang then ends that rank's whole server. A host that hangs, or whose cable is cut, closes

@@ -311,7 +311,7 @@ def refuse_other_gpus(arguments: Any) -> None:  # ServerArgs, or SGLang's view o
     if arguments.device != "cuda" or not torch.cuda.is_available():
         return
     major, minor = torch.cuda.get_device_capability()
-    if major not in moe_runner.KERNELS:
+    if torch.version.hip or major not in moe_runner.KERNELS:
         raise ValueError(
             f"sglang-dsv4 has no kernels for {torch.cuda.get_device_name()} (compute capability {major}.{minor}). They "
             "are for Hopper (9.0: H100, H200) and data-centre Blackwell (10.x: B200, B300). SGLANG_DSV4=off leaves "

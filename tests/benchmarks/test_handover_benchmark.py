@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_handover import per_phase_us, rows_and_counters
-from lib import handover
+from bench_handover import Chain, per_phase_us
 from lib.handover import Shape, Way
 from ops.row_kernels import ARCH, KERNELS
+
+from dsv4_kernels.device import dependent_launch
 
 pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
 pytestmark = pytest.mark.usefixtures("compiled_here")
@@ -21,21 +22,34 @@ PHASES = 3
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_phases_read_complete_rows(kernel: str, schedule: str, way: Way) -> None:
+    """Twice, as in two replays, the second with another first row."""
     from ptx_emulator import Checks, emulated
 
-    shape = Shape(way, ctas=4, vectors=64, phases=PHASES)
-    rows, counters = rows_and_counters(shape, torch.device("cpu"))
-    first = rows[0].clone()
+    chain = Chain(kernel, Shape(way, ctas=4, vectors=64, phases=PHASES), torch.device("cpu"))
     checks = Checks.strict()
     if way is Way.AHEAD:  # it reads in front of the wait, and words say when they have arrived
         checks = replace(checks, grid_dependency="off")
+    first = chain.rows[0].clone()
     with emulated(checks=checks, arch=ARCH[kernel], schedule=schedule, seed=1):
-        handover.run(kernel, shape, rows, counters)
-    assert torch.equal(rows[1:], handover.expected(first, PHASES))
+        for replay in range(2):
+            for call in chain.calls():
+                call()
+            chain.check()
+            assert torch.equal(chain.rows[0], first + replay + 1)
+    chain.rows[2, 0, 0] += 1
+    with pytest.raises(AssertionError, match=r"row 1 is .*, expected "):
+        chain.check()
+
+
+@pytest.mark.parametrize("way", [Way.LAUNCHES, Way.AHEAD])
+def test_launches_that_may_not_begin_early_are_not_timed(way: Way) -> None:
+    chain = Chain("sm90", Shape(way, ctas=4, vectors=64, phases=PHASES), torch.device("cpu"))
+    with dependent_launch.switched(False), pytest.raises(RuntimeError, match="needs DSV4_DEPENDENT_LAUNCH=on"):
+        chain.run()
 
 
 def test_a_row_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="vectors should be at most 1,024 and divide by 32 and by 6 CTAs; got 64"):
+    with pytest.raises(ValueError, match=r"multiple of 32 and of the number of CTAs \(6\), and at most 1,024; got 64"):
         Shape(Way.WORDS, ctas=6, vectors=64, phases=1)
 
 

@@ -262,7 +262,7 @@ def test_figures_of_answers_count_prompts_and_tokens(accepted: float | None, mon
     monkeypatch.setattr(serve_load, "run", lambda url, load: asyncio.run(load(Client())))
     server = servers.Server("ours", Path(), "", Path(), 0.0)
     cell = serve_works.cells(["8k_1k"], gpus=2, accepted=accepted)[1]
-    monkeypatch.setattr(serve_works, "steady", lambda server, load: serve_load.run(server.url, load))
+    monkeypatch.setattr(serve_works, "steady", lambda server, load, decoding: serve_load.run(server.url, load))
     found = cell.measure(server, 0)
     requests = cell.requests
     assert found["tok_s"] == pytest.approx(requests * 9216 / 4) and found["tok_s_a_gpu"] == found["tok_s"] / 2
@@ -283,12 +283,16 @@ def test_a_decode_cell_has_the_time_of_a_step(timed: bool, monkeypatch: pytest.M
     server.log.write_text(DECODING.format(16, TIMED.format("10.00")) + "\n")
     after = [(15, "20.00"), (16, "60.00"), (160, "30.00"), (16, "90.00"), (16, "80.00")]
 
-    def load(server: servers.Server, load: object) -> dict[str, float]:
-        with server.log.open("a") as log:
-            log.writelines(DECODING.format(n, TIMED.format(share) if timed else "") + "\n" for n, share in after)
-        return {"tok_s": 4000.0, "tokens_a_step": 2.5}
+    silences = iter([9.0, 0.0])  # the first run stalls, and its lines do not count
 
-    monkeypatch.setattr(serve_works, "steady", load)
+    def run(url: str, load: object) -> dict[str, float]:
+        silence = next(silences)
+        with server.log.open("a") as log:
+            for requests, share in [(16, "5.00")] * 9 if silence else after:
+                log.write(DECODING.format(requests, TIMED.format(share) if timed else "") + "\n")
+        return {"tok_s": 4000.0, "tokens_a_step": 2.5, serve_load.SILENCE: silence}
+
+    monkeypatch.setattr(serve_load, "run", run)
     cell = serve_works.cells(["decode"])[2]
     found = cell.measure(server, 0)
     assert cell.requests == 16 and found["step_ms"] == 10.0

@@ -24,6 +24,8 @@ BUSY = "Requests are running"
 """Beginning of the scheduler's answer while requests are running; see `session`."""
 UNCHANGED = "The old weights stay"
 """End of the scheduler's answer to an update that has changed nothing."""
+NOT_ASKED = f"{BUSY} on a replica: pause with mode retract or abort, or continue and wait for them."
+"""The answer of a paused server with replicas, none of which was asked to exchange its weights."""
 ABANDON = "sglang_dsv4: abandon the weight update"
 """`rid` of a request to end an update that drops it."""
 ASK_FOR_S = 5.0
@@ -71,16 +73,23 @@ async def from_files(original: Callable[..., Awaitable[tuple]], manager: Tokeniz
     if replicas() == 1 or not serves_deepseek_v4():
         return await _ask(original, manager, *args)
     success, message, *rest = await _ask(functools.partial(_if_all_are_idle, original), manager, *args)
-    if not success and BUSY not in message and message.count(UNCHANGED) < replicas():
+    unchanged = message.count(UNCHANGED) + message.count(BUSY)
+    if not success and message != NOT_ASKED and unchanged < replicas():
         message += " Replicas may have other weights now: repeat this with the old folder or the new one."
     return success, message, *rest
 
 
 async def _if_all_are_idle(original: Callable[..., Awaitable[tuple]], manager: TokenizerManager, *args: Any) -> tuple:
     """The replicas' answer, if no replica of a paused server has requests; an idle replica would exchange its weights
-    while a busy one refuses. Without a pause SGLang waits until no replica has requests, and takes no new ones."""
-    if manager.is_pause and not (await manager.flush_cache()).success:
-        return False, f"{BUSY} on a replica: pause with mode retract or abort, or continue and wait for them.", 0
+    while a busy one refuses. Without a pause SGLang waits until no replica has requests, and takes no new ones.
+
+    The question is a flush, which empties the caches of idle replicas: an update would empty them, too.
+    """
+    if manager.is_pause:
+        if args[0].abort_all_requests:
+            manager.abort_request(abort_all=True)  # as SGLang does, before it exchanges weights
+        if not (await manager.flush_cache()).success:
+            return False, NOT_ASKED, [0] * replicas()
     return await original(manager, *args)
 
 

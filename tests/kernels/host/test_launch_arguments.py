@@ -4,6 +4,7 @@ import ctypes
 import functools
 import inspect
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from unittest import mock
 
@@ -131,6 +132,17 @@ def test_an_error_of_cuda_is_raised() -> None:
     launcher(VALUES)
 
 
+def test_a_watched_launch_checks_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Launcher(Function())
+    launcher(VALUES)
+    original = Executor.run_compiled_program
+    monkeypatch.setattr(Executor, "run_compiled_program", functools.wraps(original)(lambda *_: None))
+    launcher(VALUES)
+    for wrong in ((VALUES.inner,), (VALUES, Int32(1))):
+        with pytest.raises(TypeError, match=r"got arguments of the types \(.*\); expected \(.*Outer.*\), as before"):
+            launcher(*wrong)
+
+
 def test_who_wraps_the_dsl_s_launches_sees_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """An emulator or a profiler."""
     function, watched = Function(), []
@@ -149,7 +161,8 @@ def test_who_wraps_the_dsl_s_launches_sees_all(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_kernel_called_without_the_dsl() -> None:
-    """The DSL's own objects are as `Call` expects them: its results by pointers that were collected once."""
+    """The DSL's own objects are as `Call` expects them: results in two threads by pointers that were collected once in
+    each, and CUDA's error."""
     from cutlass.base_dsl.jit_executor import ExecutionArgs, JitExecutor
     from ptx_emulator import emulated
 
@@ -157,18 +170,35 @@ def test_a_kernel_called_without_the_dsl() -> None:
     from dsv4_kernels.norm.ref import rms_norm
 
     x, weight = torch.randn(5, 256).bfloat16(), torch.rand(256)
+    results = [torch.empty(rows, 256, dtype=torch.bfloat16) for rows in (5, 2, 3)]
+
+    def launch(into: list[torch.Tensor]) -> None:
+        gpu.sm90(x[:1], weight, 1e-6)  # by the DSL
+        for result in into:
+            with (
+                mock.patch.object(ExecutionArgs, "generate_execution_args", side_effect=AssertionError),
+                mock.patch.object(torch, "empty", return_value=result),
+            ):
+                gpu.sm90(x[: len(result)], weight, 1e-6)
+
     with emulated(arch="sm_90a") as device:
+        direct = inspect.unwrap(JitExecutor.run_compiled_program)
         gpu.sm90(x[:1], weight, 1e-6)
+        for result in results:
+            result.data_ptr()  # gives the tensor its address in the emulator's memory
+        with device.memory.on_device(), mock.patch.object(JitExecutor, "run_compiled_program", direct):
+            launch(results[:2])
+            with ThreadPoolExecutor(1) as other:
+                other.submit(launch, results[2:]).result()
+    # The emulator raises the error of a launch again at the block's end.
+    with pytest.raises(OSError, match="no launch"), emulated(arch="sm_90a") as device:
+        failing = mock.patch.object(type(device), "launch", side_effect=OSError("no launch"))
         with (
-            mock.patch.object(JitExecutor, "run_compiled_program", inspect.unwrap(JitExecutor.run_compiled_program)),
-            mock.patch.object(ExecutionArgs, "generate_execution_args", side_effect=AssertionError),
+            failing,
+            mock.patch.object(JitExecutor, "run_compiled_program", direct),
+            pytest.raises(DSLCudaRuntimeError),
         ):
-            results = [torch.empty(rows, 256, dtype=torch.bfloat16) for rows in (5, 2)]
-            for result in results:
-                with mock.patch.object(torch, "empty", lambda *_, result=result, **__: result):
-                    result.data_ptr()
-                    with device.memory.on_device():
-                        gpu.sm90(x[: len(result)], weight, 1e-6)
+            gpu.sm90(x, weight, 1e-6)
     for result in results:
         assert torch.equal(result, rms_norm(x[: len(result)], weight, 1e-6))
 

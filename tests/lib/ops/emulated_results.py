@@ -213,13 +213,13 @@ def attention(name: str) -> Callable[[torch.device], Call]:
 def stored_entries(device: torch.device) -> Call:
     """Entries and indexer keys that five requests of a CSA layer close, and the raw rows that they keep."""
     f = moved(forward(SETTINGS["csa"], CHUNKS["csa"]), device)
-    rows, kept_rows = torch.tensor(list(f.rows.values()), device=device), f.groups.state_rows
-    kept_rows = kept_rows[kept_rows >= 0]
+    results = [x for c in f.compressions for x in (c.table.storage, c.state)]
+    for x in results:
+        x.nan_to_num_(0.0)  # rows that no request has
 
     def call(impl: str) -> list[Tensor]:
         compress_store(f.groups, f.compressions, torch.bfloat16, impl)
-        kept = [c.state[kept_rows] for c in f.compressions]
-        return [*(c.table.storage[rows] for c in f.compressions), *kept]
+        return results
 
     return call
 

@@ -167,7 +167,7 @@ def test_what_it_refuses(
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
 def test_without_a_gpu_the_reason_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """PyTorch's traceback stood there."""
+    """The output was PyTorch's traceback."""
     assert command.main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("no NVIDIA GPU answers (exit status 1):\ntorch ") and said.count("\n") == 2

@@ -141,6 +141,8 @@ def test_a_group_of_ranks_can_share_drafts_that_nobody_chose(resolved: Callable[
 def test_what_eagle_cannot_do_is_refused(resolved: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"--speculative-num-draft-tokens of at least 2, got 1: .* Leave the flag out"):
         resolved(speculative_algorithm="EAGLE", speculative_num_draft_tokens=1)
+    with pytest.raises(ValueError, match=r"--speculative-num-steps of at least 1, got 0: .* Leave the flag out"):
+        resolved(speculative_algorithm="EAGLE", speculative_num_steps=0)
     with pytest.raises(AssertionError, match="topk == 1"):
         resolved(speculative_algorithm="EAGLE", speculative_eagle_topk=4)
 
@@ -178,6 +180,16 @@ def test_other_gpus_are_refused_by_name(capability: tuple[int, int], monkeypatch
     with pytest.raises(ValueError, match=rf"no kernels for NVIDIA RTX PRO 6000 .*{number}.* H100, H200.* B200, B300"):
         refuse_unsupported_arguments(arguments(device="cuda"), CONFIG)
     refuse_unsupported_arguments(arguments(device="cpu"), CONFIG)
+
+
+def test_gpus_of_other_makers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MI300 is "cuda" to PyTorch, with capability 9.4."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ValueError, match="no kernels for AMD Instinct MI300X"):
+        refuse_unsupported_arguments(arguments(device="cuda"), CONFIG)
 
 
 def test_ranks_that_cannot_share_the_model_are_refused_in_the_launcher(resolved: Callable[..., Any]) -> None:

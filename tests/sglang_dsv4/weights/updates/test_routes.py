@@ -107,12 +107,13 @@ def test_files_are_asked_for_again() -> None:
 @pytest.mark.parametrize(
     ("message", "asked", "warned"),
     [
-        (f"{BUSY}: wait | 9 tensors serve", 100, False),
-        (f"9 tensors serve | {BUSY}: wait", 100, False),
+        (f"{BUSY}: wait | 9 tensors serve", 100, True),
+        (f"9 tensors serve | {BUSY}: wait", 100, True),
+        (f"{BUSY}: wait | {BUSY}: wait", 100, False),
         (f"no file. {UNCHANGED}. | no file. {UNCHANGED}.", 1, False),
         (f"9 tensors serve | no file. {UNCHANGED}.", 1, True),
     ],
-    ids=["busy first", "busy last", "all failed", "one failed"],
+    ids=["busy first", "busy last", "both busy", "all failed", "one failed"],
 )
 def test_replicas_are_asked_again_while_one_is_busy(
     message: str, asked: int, warned: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,22 +129,27 @@ def test_replicas_are_asked_again_while_one_is_busy(
     assert found.startswith(message) and ("Replicas may have other weights now" in found) is warned
 
 
+@pytest.mark.parametrize("aborts", [False, True])
 @pytest.mark.parametrize("idle_after", [0, 2, None])
 def test_no_replica_of_a_paused_server_exchanges_weights_while_one_has_requests(
-    idle_after: int | None, monkeypatch: pytest.MonkeyPatch
+    idle_after: int | None, aborts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With `abort_all_requests` they are aborted first."""
     monkeypatch.setattr(routes, "replicas", lambda: 2)
     monkeypatch.setattr(routes, "ASK_FOR_S", 0.2)
-    manager, flushed = Manager((True, "done", 0)), []
+    manager, flushed, aborted = Manager((True, "done", 0)), [], []
     manager.is_pause = True
+    manager.abort_request = lambda abort_all: aborted.append(abort_all)
 
     async def flush_cache() -> Any:
+        assert bool(aborted) is aborts
         flushed.append(manager.asked)
         return SimpleNamespace(success=idle_after is not None and len(flushed) > idle_after)
 
     manager.flush_cache = flush_cache
-    success, message, _ = asyncio.run(routes.from_files(manager.answer, manager, None))
-    assert success is (idle_after is not None) and (success or message.startswith(BUSY))
+    asked = SimpleNamespace(abort_all_requests=aborts)
+    success, message, _ = asyncio.run(routes.from_files(manager.answer, manager, asked))
+    assert success is (idle_after is not None) and (success or message == routes.NOT_ASKED)
     assert manager.asked == success and not any(flushed)
 
 
