@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import deque
@@ -42,9 +43,8 @@ def test_the_controller_waits_for_requests_and_misses_none(monkeypatch: pytest.M
         for delay in (0.2, 0.2, 0.2, 0.3):
             threading.Timer(delay, sock_send, (client, FlushCacheReqInput())).start()
         begin = time.monotonic()
-        loop = getattr(DataParallelController.event_loop, "__wrapped__", DataParallelController.event_loop)
         with pytest.raises(EndOfTest):
-            loop(controller)
+            inspect.unwrap(DataParallelController.event_loop)(controller)
     assert all(isinstance(request, FlushCacheReqInput) for request in taken)
     assert time.monotonic() - begin < 5
     assert len(turns) < 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,7 @@ def test_a_flush_that_waits_is_refused_with_groups_or_stages(
     """SGLang's wrapper waits for each rank's own requests."""
     wrapper = SchedulerFlushWrapper(flush_cache=lambda: True, is_fully_idle=lambda: False, send_output=print)
     request = FlushCacheReqInput(timeout_s=timeout)
-    handle = getattr(SchedulerFlushWrapper.handle, "__wrapped__", SchedulerFlushWrapper.handle)
+    handle = inspect.unwrap(SchedulerFlushWrapper.handle)
     (answer,) = on_ranks([True], lambda _: all_groups.flush_at_once(handle, wrapper, request), groups, stages)
     if not timeout:
         assert answer.success
