@@ -230,16 +230,22 @@ def test_the_numbers_of_rooms_may_name_the_rank(checkpoint: Path, tmp_path: Path
     assert found in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
-def test_requests_that_a_pause_retracts_find_their_rank(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kind"),
+    [("replicas", "1", "plain"), ("groups", "groups", "fp8"), ("groups", "groups", "DSPARK")],
+)
+def test_requests_that_a_pause_retracts_find_their_rank(prefill: str, decode: str, kind: str, tmp_path: Path) -> None:
     """The prefill server computes prompt and answer so far again, on the rank that the decode server waits for. Its
     bootstrap server has forgotten the rank by then, and the requests waited for it without an end."""
     env = {"SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
+    env |= {VARIABLE: "exchange"} | held_resources.install(tmp_path / "held")
+    model, flags = write_model(tmp_path / "model", kind), (*FLAGS, *KINDS[kind])
     prompts, tokens = [some(("paused", i), 40 + 30 * i) for i in range(6)], 600
-    with running_server(checkpoint, tmp_path / "one", *FLAGS, *CHUNK, SLEEP_ON_IDLE) as one:
+    with running_server(model, tmp_path / "one", *flags, *CHUNK, SLEEP_ON_IDLE) as one:
         expected = [bits(one.generate(prompt, max_new_tokens=tokens)) for prompt in prompts]
-    sides = {"prefill": SIDES["replicas"], "decode": (*CHUNK, *RADIX)}
+    sides = {"prefill": SIDES[prefill], "decode": (*SIDES[decode], *RADIX)}
     with (
-        running_pair(checkpoint, tmp_path, *FLAGS, **sides, env=env) as pair,
+        running_pair(model, tmp_path, *flags, **sides, env=env) as pair,
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         under_way = [pool.submit(pair.post, prompt, max_new_tokens=tokens) for prompt in prompts]
@@ -251,6 +257,8 @@ def test_requests_that_a_pause_retracts_find_their_rank(checkpoint: Path, tmp_pa
         assert all(answer.status_code == 200 for answer in answers), [answer.text[:300] for answer in answers]
         assert [bits(answer.json()) for answer in answers] == expected
         assert all(answer.json()["meta_info"]["num_retractions"] for answer in answers)
+        assert decode == "1" or ranks_of([answer.json() for answer in answers]) == {0, 1}
+        assert_nothing_is_held(tmp_path / "held")
 
 
 def decoding(server: Server) -> int:
