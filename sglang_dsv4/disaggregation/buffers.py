@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.live import live_parts
 from sglang_dsv4.seam.rows.disaggregation import CARRIES_REASON
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.base.conn import KVArgs, KVTransferMetric
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 
 def list_rings(
@@ -43,6 +45,21 @@ def list_rings(
     kv_args.mla_compression_ratios = None  # needed only where a pipeline's stages hold different layers
     for pool in filter(None, (token_to_kv_pool, draft_token_to_kv_pool)):
         append_state_component(kv_args, StateType.REQUEST_ROW, *pool.ring_buf_infos())
+
+
+def count_rings_once(metric: KVTransferMetric, sender: CommonKVSender) -> KVTransferMetric:
+    """The amounts of a transfer, with the bytes of each component of rings once; runs after `get_transfer_metric`.
+
+    SGLang multiplies the request slots of all components, one each, by the bytes of all components: with a draft the
+    rings of both counted twice.
+    """
+    manager = sender.kv_mgr
+    components = len(manager.kv_args.state_item_lens)
+    if live_parts() is not None and components > 1:
+        slots = sender._transfer_num_state_indices
+        surplus = (slots - slots // components) * manager.state_item_lens_sum * manager.get_kv_replica_factor()
+        metric.transfer_total_bytes -= surplus
+    return metric
 
 
 def with_reason(before: bool, manager: type) -> bool:

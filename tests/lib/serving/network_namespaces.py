@@ -29,8 +29,13 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words before a command that runs on this host."""
-        return ("ip", "netns", "exec", self.namespace)
+        """The words before a command that runs on this host.
+
+        It has shared memory of its own, by which SGLang finds out which ranks are on one host; `ip` gives it mounts of
+        its own.
+        """
+        own_memory = 'mount -t tmpfs shm /dev/shm && exec "$@"'
+        return ("ip", "netns", "exec", self.namespace, "sh", "-c", own_memory, "sh")
 
     def cut_cable(self) -> None:
         """End all traffic to and from the host; no connection is closed, and the switch's other ports stay up."""
@@ -71,6 +76,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         ip("link", "set", switch, "up")
         for host in hosts:
             ip("link", "add", host.port, "type", "veth", "peer", "name", CABLE, "netns", host.namespace)
+            stack.callback(ip, "link", "delete", host.port)  # the namespace stays while a process of it does
             ip("link", "set", host.port, "master", switch, "up")
             ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", CABLE)
             for name in ("lo", CABLE):
