@@ -11,7 +11,7 @@ from sglang_dsv4.seam.live import live_parts
 from sglang_dsv4.seam.rows.disaggregation import CARRIES_REASON
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.conn import KVArgs, KVTransferMetric
+    from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 
@@ -47,19 +47,15 @@ def list_rings(
         append_state_component(kv_args, StateType.REQUEST_ROW, *pool.ring_buf_infos())
 
 
-def count_rings_once(metric: KVTransferMetric, sender: CommonKVSender) -> KVTransferMetric:
-    """The amounts of a transfer, with the bytes of each component of rings once; runs after `get_transfer_metric`.
+def count_rings_once(
+    original: Callable[..., None], sender: CommonKVSender, kv_indices: Any, state_indices: list[Any] | None
+) -> None:
+    """Record what a sender has sent, for its metrics; around SGLang's method.
 
-    SGLang multiplies the request slots of all components, one each, by the bytes of all components: with a draft the
-    rings of both counted twice.
+    SGLang multiplies the request slots of all components by the bytes of all components: with a draft it counted the
+    rings of both twice. Each component sends the one slot of its request, so the first component's slot is enough.
     """
-    manager = sender.kv_mgr
-    components = len(manager.kv_args.state_item_lens)
-    if live_parts() is not None and components > 1:
-        slots = sender._transfer_num_state_indices
-        surplus = (slots - slots // components) * manager.state_item_lens_sum * manager.get_kv_replica_factor()
-        metric.transfer_total_bytes -= surplus
-    return metric
+    original(sender, kv_indices, state_indices[:1] if live_parts() is not None and state_indices else state_indices)
 
 
 def with_reason(before: bool, manager: type) -> bool:
