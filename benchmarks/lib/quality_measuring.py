@@ -369,8 +369,8 @@ def furthest_perplexity(kl_bound: float, plain_moved: float, positions: int) -> 
     order log p(x) - log q(x) = -e(x) + E_p[e] + Var_p[e] / 2. If e has the mean 0 for every token, the expectation of
     this difference is the KL for every token x, likely or not: it may be as large as the bound of the KL. The mean over
     the tokens varies, too: three standard deviations, of twice the variance that the reference in bf16 has, since KL is
-    half a variance. Tokens of a greedy answer have no such bound, because q chose them. How far both assumptions hold is
-    in `docs/log/trained_model.md`.
+    half a variance. Tokens of a greedy answer have no such bound, because q chose them. How far both assumptions hold:
+    `docs/log/trained_model.md`.
 
     Args:
         kl_bound: of the mean KL.
