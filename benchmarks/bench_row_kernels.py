@@ -17,9 +17,8 @@ written them.
 
 times the launches of all these small kernels: all layers' boundaries and row kernels in one CUDA graph, each reading an
 earlier kernel's result ("us"); the same with every launch allowed to begin while the launch before ends
-(`device.dependent_launch`, "early"); and early launches whose comb the next boundary balances ("later"). Before that,
-REPLAYS replays of the early and of the later graph must have the bits of the kernels launched one by one. Products and
-attention are left out: in a decode step they run between these kernels.
+(`device.dependent_launch`, "early"). Before that, REPLAYS replays of the early graph must have the bits of the kernels
+launched one by one. Products and attention are left out: in a decode step they run between these kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from lib.row_kernel_works import WORKS
 from lib.versions import versions
 
 from dsv4_kernels import registry
-from dsv4_kernels.hyper_connection.unbalanced import MOST_TOKENS as MOST_UNBALANCED
 
 TOKENS = (1, 16, 64, 128, 1024, 8192)
 CHAIN_TOKENS = (1, 4, 16, 64)
@@ -100,27 +98,20 @@ def run_case(name: str, tokens: int, device: torch.device, impl: str, bandwidth:
 
 def run_chain(device: torch.device, impl: str, tokens: Sequence[int], layers: int) -> dict:
     """Measure the chain; print it row by row; return the result."""
-    print(
-        f"{'tokens':>6} {'launches':>9} {'us':>9} {'each':>7} {'early us':>9} {'each':>7} {'ratio':>7} {'later us':>9}"
-    )
+    print(f"{'tokens':>6} {'launches':>9} {'us':>9} {'each':>7} {'early us':>9} {'each':>7} {'ratio':>7}")
     rows = []
     for count in tokens:
         chain = Chain(count, layers, device, impl)
         check_chain(chain)
         contenders = {"after": [launched(chain, False)], "early": [launched(chain, True)]}
-        if count <= MOST_UNBALANCED:
-            check_chain(chain, balances=False)
-            contenders["later"] = [launched(chain, True, balances=False)]
         times = interleaved(contenders, device, 1.0 if device.type == "cuda" else 0.0)
         after, early, launches = times["after"].median_us, times["early"].median_us, layers * Chain.LAUNCHES
         rows.append(
             {"tokens": count, "launches": launches, "us": round(after, 2), "early_us": round(early, 2)}
             | {"spread": round(times["after"].spread, 4), "early_spread": round(times["early"].spread, 4)}
-            | ({"later_us": round(times["later"].median_us, 2)} if "later" in times else {})
         )
         each = f"{after / launches:7.2f} {early:9.1f} {early / launches:7.2f} {early / after:7.3f}"
-        later = f"{times['later'].median_us:9.1f}" if "later" in times else ""
-        print(f"{count:6} {launches:9} {after:9.1f} {each} {later}", flush=True)
+        print(f"{count:6} {launches:9} {after:9.1f} {each}", flush=True)
     return about(device, impl) | {"layers": layers, "rows": rows}
 
 

@@ -213,6 +213,20 @@ FOREIGN = (
         "read: the layers of each stage of --pp-size",
         form="`22,21`",
     ),
+    Switch(
+        "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+        (),
+        "0",
+        "read: in benchmarks tokens get experts drawn uniformly, not those that the router chooses",
+        form="0 or 1",
+    ),
+    Switch(
+        "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+        (),
+        "0",
+        "read: as the variable before, in turn",
+        form="0 or 1",
+    ),
 )
 """Variables of SGLang and PyTorch that this package reads or sets."""
 

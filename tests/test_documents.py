@@ -27,7 +27,7 @@ RESULT = re.compile(r"\b(?:benchmarks/)?results/(\w+\.(?:json|png))|`(\w+\.json)
 SWITCH = re.compile(r"\b(?:SGLANG_DSV4|DSV4)(?:_[A-Z0-9]+)*\b")
 PACKAGES = ("sglang_dsv4", "kernels", "radix_cache")
 NO_RESULTS = {"config.json", "tokenizer.json", "b200.json"}  # files of a checkpoint; of a reader's own run
-QUESTIONS = 39
+QUESTIONS = 38
 # Refused beginnings of docstrings.
 OPENINGS = "Of What Which Who Whose Where As That It Its They Their Also And Or Otherwise".split()
 

@@ -94,6 +94,11 @@ PARTS = {
         _BUILTIN, "context parallelism of prefills", ("--enable-prefill-cp", "--cp-strategy", "interleave")
     ),
     "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", ("--cuda-graph-backend-prefill", "breakable")),
+    "uniform_experts": Part(
+        _BOTH,
+        "tokens have experts drawn uniformly in place of the router's choice, whose dummy weights choose few",
+        env={"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"},
+    ),
     "gpu_time": Part(
         _BOTH, "SGLang times forwards on the GPU: gpu_step_ms", env={"SGLANG_ENABLE_METRICS_DEVICE_TIMER": "1"}
     ),

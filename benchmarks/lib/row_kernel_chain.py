@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.hyper_connection import hc_boundary
-from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.indexer import index_query
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.moe import fused_swiglu, swiglu_fp8
@@ -24,10 +23,6 @@ REPLAYS = 100
 """Replays of a graph whose kernels overlap: a kernel that reads too early is wrong only now and then."""
 
 
-COMB = 3
-"""Index of the last comb among a chain's results."""
-
-
 class Chain:
     """The row kernels of some layers, each reading an earlier kernel's result."""
 
@@ -36,8 +31,6 @@ class Chain:
 
     def __init__(self, tokens: int, layers: int, device: torch.device, impl: str) -> None:
         self.tokens, self.device, self.impl = tokens, device, impl
-        self.balances = True
-        """Whether a boundary balances its own comb; otherwise the next boundary does, as in a model's forwards."""
         torch.manual_seed(2)
         self.streams = normal(tokens, 4, HIDDEN, device=device)
         self.y = normal(tokens, HIDDEN, device=device)
@@ -58,9 +51,7 @@ class Chain:
         made: list[Tensor] = []
         for layer in range(len(self.fn) // 2):
             state, made = self.layer(state, self.fn[2 * layer : 2 * layer + 2])
-        *others, comb = state
-        comb = comb.logits if isinstance(comb, Unbalanced) else comb
-        return [*others, comb, *made, self.window.table.storage]
+        return [*state, *made, self.window.table.storage]
 
     def layer(self, state: tuple[Tensor, ...], fn: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Run one layer. Takes and returns (y, streams, post, comb); also returns the layer's other results."""
@@ -85,35 +76,32 @@ class Chain:
 
     def boundary(self, state: tuple[Tensor, ...], fn: Tensor) -> tuple[Tensor, ...]:
         """Run the boundary between two sublayers."""
-        form = {"fp8": True, "balances": self.balances, "impl": self.impl}
-        return hc_boundary(*state, fn, self.base, self.scale, self.weight, EPS, EPS, 20, **form)
+        return hc_boundary(*state, fn, self.base, self.scale, self.weight, EPS, EPS, 20, fp8=True, impl=self.impl)
 
 
-def launched(chain: Chain, early: bool, balances: bool = True) -> Callable[[], list[Tensor]]:
-    """Return a call of the chain with dependent launch on or off; `balances` as in `Chain`."""
+def launched(chain: Chain, early: bool) -> Callable[[], list[Tensor]]:
+    """Return a call of the chain with dependent launch on or off."""
 
     def call() -> list[Tensor]:
-        chain.balances = balances
         with dependent_launch.switched(early):
             return chain()
 
     return call
 
 
-def check_chain(chain: Chain, balances: bool = True) -> None:
-    """Check that replays of the graph with overlapping kernels have the bits of the kernels launched one by one, whose
-    boundaries balance their own comb. Without `balances` the last comb, which is left unbalanced, is not compared.
+def check_chain(chain: Chain) -> None:
+    """Check that replays of the graph with overlapping kernels have the bits of the kernels launched one by one.
 
     Raises:
         AssertionError: one of REPLAYS replays differs.
     """
     expected = [x.clone() for x in launched(chain, False)()]
-    made = launched(chain, True, balances)()
+    made = launched(chain, True)()
     if chain.device.type == "cuda":
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            made = launched(chain, True, balances)()
+            made = launched(chain, True)()
     for replay in range(REPLAYS if chain.device.type == "cuda" else 1):
         if chain.device.type == "cuda":
             for x in made[
@@ -121,8 +109,7 @@ def check_chain(chain: Chain, balances: bool = True) -> None:
             ]:  # so that a result that is not written again shows; little of the window's table is written
                 (x.view(torch.uint8) if x.dtype.itemsize == 1 else x).fill_(-1 if x.dtype.itemsize > 1 else 0xFF)
             graph.replay()
-        pairs = enumerate(zip(made, expected, strict=True))
-        wrong = [i for i, (a, b) in pairs if not same_bytes(a, b) and (balances or i != COMB)]
+        wrong = [i for i, (a, b) in enumerate(zip(made, expected, strict=True)) if not same_bytes(a, b)]
         assert not wrong, f"results {wrong} of {len(made)} differ in replay {replay}; nothing is timed"
 
 

@@ -321,8 +321,8 @@ SIX_LAYERS = replace(FLASH, layers=(0, 0, 4, 128, 4, 128))
 
 
 def steps() -> Iterator[tuple[str, float, Forward]]:
-    """Yield (name, measured microseconds, forward): busy time of six layers on one GPU; wall time of all on four."""
-    older = {"unbalanced": False, "gate_ahead": False}
+    """Yield (name, measured microseconds, forward): busy time of six layers on one GPU; wall time of all on several."""
+    older = {"gate_ahead": False}
     for name in ("serve_ab_torch_2_14_h200", "serve_ab_h200"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
         for row in document["rows"]:
@@ -341,19 +341,21 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
             name = f"six layers, {row['requests']} requests, busy (step_switches_h200)"
             yield name, row["busy_us"], Forward(SIX_LAYERS, row["requests"], 4608, expert_rows=False, **older)
     alone = {"parts": False, "of_few": False, "expert_rows": False} | older
-    for name, of_ours, about, how in (
-        ("variants_", "ours+our_all_reduce", "each launch alone", alone),
-        ("", "ours", "as served", older),
+    for name, gpus, of_ours, about, how in (
+        ("variants_h200_x4", 4, "ours+our_all_reduce", "each launch alone", alone),
+        ("h200_x4", 4, "ours", "as served", older),
+        ("h200_x2", 2, "ours", "as served", {}),
     ):
-        document = json.loads((RESULTS / f"serve_ab_{name}h200_x4.json").read_text())
+        document = json.loads((RESULTS / f"serve_ab_{name}.json").read_text())
         found = {
             row["requests"]: row["ours"]
             for row in document["rows"]
             if row["work"] == "decode" and row["metric"] == "tok_s" and row["of_ours"] == of_ours
         }
         for requests, tok_s in found.items():
-            f = Forward(FLASH, requests, 4608, 4, **how)
-            yield f"43 layers on four GPUs, {requests} requests, {about}, wall", 1e6 * requests / tok_s, f
+            f = Forward(FLASH, requests, 4608, gpus, **how)
+            words = {2: "two", 4: "four"}[gpus]
+            yield f"43 layers on {words} GPUs, {requests} requests, {about}, wall", 1e6 * requests / tok_s, f
 
 
 CONSTANTS = tuple(Fitted.__dataclass_fields__)

@@ -54,8 +54,6 @@ L2_BYTES = 50e6
 BALANCE_CLOCKS = 3515
 """Clocks from a cluster's sums to the end of the warp that balances comb: 760, and 19 times 145 for both divisions of
 an iteration, 64 of which are eight reciprocals."""
-ITERATION_CLOCKS = 3145
-"""Clocks of softmax (390) and of Sinkhorn's iteration (19 times 145)."""
 EXPERTS_INSTRUCTIONS = {1: 401, 2: 573, 4: 933, 8: 1652}
 """PTX instructions that a sum over a token's six experts adds to a warp of a boundary, by the tokens of its group:
 emulated, with V4-Flash's width."""
@@ -86,7 +84,6 @@ def boundary(
     gpu: Gpu,
     plan: Plan | None = None,
     at_once: int = 0,
-    unbalanced: bool = False,
 ) -> Launch:
     """Return the counts of `hc_boundary` (kernels/hyper_connection).
 
@@ -99,8 +96,6 @@ def boundary(
         gpu: rates.
         plan: None for the kernel's choice.
         at_once: clusters that run at once, one CTA a multiprocessor; 0 for an H200's number, also on Blackwell.
-        unbalanced: whether comb is left to the next boundary. Then the launch balances the previous boundary's comb:
-            the first round of clusters at no cost, while it waits; each further round in ITERATION_CLOCKS.
     """
     at_once = at_once or CLUSTERS[CLUSTER]
     form = (dim, PRE_ROWS, True, False, True)
@@ -115,8 +110,7 @@ def boundary(
     to_sums = INTERLEAVED_CLOCKS_TO_SUMS if plan.side_by_side > 1 else CLOCKS_TO_SUMS
     from_memory = rows > L2_BYTES
     latency = gpu.fitted.dram_us * gpu.clocks_us if from_memory else L2_CLOCKS
-    of_group = to_sums[plan.tokens] + REMOTE_CLOCKS + (AFTER_SUMS_CLOCKS if unbalanced else BALANCE_CLOCKS)
-    before = ITERATION_CLOCKS if unbalanced else 0
+    of_group = to_sums[plan.tokens] + REMOTE_CLOCKS + BALANCE_CLOCKS
     of_team = TEAM_CLOCKS_TO_SUMS + 2 * REMOTE_CLOCKS + AFTER_SUMS_CLOCKS + TEAM_LOADS * latency
     again = rounds - 1 if plan.ctas == 1 else 0  # rounds in which a whole CTA follows another one
     first_fn = (0.5 if keeps else plan.stages / STREAMS) * fn / CLUSTER
@@ -127,7 +121,7 @@ def boundary(
         l2=reads * fn + rows,
         busiest=of_fn + of_rows,
         clocks={"groups": -(-groups // (at_once * plan.teams)) * of_team} if keeps else {},
-        chain=0.0 if keeps else of_group + again * (before + of_group + latency),
+        chain=0.0 if keeps else of_group + again * (of_group + latency),
         from_memory=1,
         from_l2=0 if keeps else 1,
         ahead=first_fn / (of_fn + of_rows),
@@ -162,17 +156,16 @@ def boundary_of_parts(
     plan: Plan | None = None,
     at_once: int = 0,
     in_turn: bool = False,
-    unbalanced: bool = False,
 ) -> Launch:
     """Return the counts of `hc_boundary_of_parts`: a boundary that begins with the sum of the ranks' parts.
 
     Args:
-        name, tokens, dim, gpu, plan, at_once, unbalanced: as for `boundary`.
+        name, tokens, dim, gpu, plan, at_once: as for `boundary`.
         ranks: that sum.
         in_turn: whether the kernel is that of before 2026-11-28, in which more loads from L2 were one after the other:
             the number of the buffer before the part, and again before the sums of a cluster; and every run's polls.
     """
-    alone = boundary(name, tokens, dim, gpu, plan, at_once, unbalanced)
+    alone = boundary(name, tokens, dim, gpu, plan, at_once)
     parts = sum_over_ranks(name, tokens, dim, ranks, gpu)
     if in_turn:
         plan = plan or choice.chosen(tokens, dim, PRE_ROWS, True, False, True)

@@ -56,7 +56,6 @@ CALLS: dict[str, Callable[[Gpu], Launch | Iterator[Launch]]] = {
     "route_topk": _row("route_topk_logits"),
     "norm_rope_store": _row("norm_rope_store"),
     "hc_boundary": lambda gpu: rows.boundary("hc_boundary", TOKENS, DIM, gpu),
-    "hc_boundary_of_few": lambda gpu: rows.boundary("hc_boundary", TOKENS, DIM, gpu, unbalanced=True),
     "linear_fp32": _fp32_product("linear_fp32"),
     "grouped_linear": _fp32_product("grouped_linear"),
     "linear_fp8": _fp8_product,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from lib.experts_inputs import MODELS, Model
 
 from dsv4_kernels.host.joint_launch import CHAIN_THREADS, MOST_TOKENS
-from dsv4_kernels.hyper_connection.unbalanced import MOST_TOKENS as MOST_UNBALANCED
 from dsv4_kernels.moe.sm90.plan import NARROW
 from step_model import attention, blackwell, experts, index, products, rows
 from step_model.hardware import Gpu
@@ -67,8 +66,6 @@ class Forward:
     """Whether few tokens have the kernels of 2026-11-27: scores, attention and `wo_a` of few tokens, experts of one."""
     expert_rows: bool = True
     """Whether boundaries of few tokens may sum over experts."""
-    unbalanced: bool = True
-    """Whether boundaries of few tokens leave comb to the next boundary."""
     gate_ahead: bool = True
     """Whether tiles of one CTA read their weight ahead, too, in gate, projections and logits of few tokens."""
 
@@ -225,15 +222,12 @@ def experts_sublayer(f: Forward, gpu: Gpu) -> Sublayer:
 def boundaries(f: Forward, gpu: Gpu, of_experts: bool = False) -> list[Launch]:
     """Return the launches that end a sublayer, of attention or of experts."""
     m, t = f.model, f.tokens
-    leaves = f.unbalanced and t <= MOST_UNBALANCED
     if f.ranks == 1 or (f.parts and t <= 64):
-        if f.ranks == 1:
-            made = rows.boundary("boundary", t, m.dim, gpu, unbalanced=leaves)
-        else:
-            made = rows.boundary_of_parts("boundary", t, m.dim, f.ranks, gpu, unbalanced=leaves)
+        alone = rows.boundary("boundary", t, m.dim, gpu)
+        made = alone if f.ranks == 1 else rows.boundary_of_parts("boundary", t, m.dim, f.ranks, gpu)
         return [rows.summing_experts(made, t, m.dim, gpu) if of_experts and f.sums_in_boundaries(gpu) else made]
     summed = rows.sum_over_ranks("sum over ranks", t, m.dim, f.ranks, gpu)
-    return [summed, rows.boundary("boundary", t, m.dim, gpu, unbalanced=leaves)]
+    return [summed, rows.boundary("boundary", t, m.dim, gpu)]
 
 
 @dataclass(frozen=True)

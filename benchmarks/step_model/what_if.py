@@ -150,9 +150,9 @@ def boundaries(ranks: int = 4) -> list[dict[str, object]]:
             row: dict[str, object] = {"dim": dim, "tokens": tokens}
             for name, (plan, at_once) in plans.items():
                 if tokens <= MOST_PARTS:
-                    launch = boundary_of_parts(name, tokens, dim, ranks, B200, plan, at_once, unbalanced=True)
+                    launch = boundary_of_parts(name, tokens, dim, ranks, B200, plan, at_once)
                 else:
-                    launch = boundary(name, tokens, dim, B200, plan, at_once, unbalanced=True)
+                    launch = boundary(name, tokens, dim, B200, plan, at_once)
                 row[name] = round(time_us(launch, B200), 2)
             found.append(row)
     return found

@@ -18,8 +18,8 @@ with the attribute:
    `linear/fp8_weight.py`, the rest of `fn` and of the weights of `linear/kernel.py`, and the norm's weight are
    fetched into L2, which is not an access. A kernel may also read results of a launch before the previous one if the
    previous kernel calls `begin`: then that launch has ended. In this way the second product and the sum of few tokens
-   (`moe/sums.py`, `hyper_connection/experts.py`) read the work list, and boundaries read the logits of `comb`
-   (`hyper_connection/unbalanced.py`). They read them from L2, because L1 may hold older contents until a thread waits.
+   (`moe/sums.py`, `hyper_connection/experts.py`) read the work list. They read it from L2, because L1 may hold older
+   contents until a thread waits.
 2. Every CTA waits, also a CTA without work. It waits for the end of the whole kernel before, which has waited for the
    one before it. So accesses after a wait follow everything that was launched earlier in the stream. Kernels of PyTorch
    or DeepGEMM that are launched without the attribute start after everything before them has ended; a foreign kernel

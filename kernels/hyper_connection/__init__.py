@@ -8,7 +8,7 @@ Between two sublayers lie `hc_post` of the first, `hc_pre` of the second and the
 `hc_boundary` is these three; `hc_boundary_of_parts` sums the first's output over the ranks before them. Both also take
 the rows of experts (`host.expert_rows`), which they sum first. `hc_enter` is the last two, for a model's first
 sublayer, and `hc_finish` follows the last sublayer. A GPU kernel computes each of them in one launch, which reads and
-writes the streams once. With few tokens the boundary that reads comb balances it (`unbalanced`).
+writes the streams once.
 `hc_pre`, `hc_post` and `hc_head` by themselves have no GPU kernel, only definitions in PyTorch.
 
 `fn` is a weight: where launches may begin early (`dependent_launch`), the kernels read it while the kernel before still
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from dsv4_kernels.host.expert_rows import ExpertRows
 from dsv4_kernels.host.mailboxes import Mailboxes
-from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.registry import select
 
 
@@ -74,7 +73,7 @@ def hc_boundary(
     y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -83,9 +82,8 @@ def hc_boundary(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
     impl: str | None = None,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """The next sublayer's input, from a sublayer's output.
 
     ::
@@ -100,8 +98,7 @@ def hc_boundary(
             kernel takes at most 128 tokens then).
         streams: [T, n, d] in y's dtype, the streams that the ended sublayer's `hc_pre` read; they are not overwritten.
         post: [T, n] fp32, of the ended sublayer.
-        comb: [T, n, n] fp32, of the ended sublayer; or `Unbalanced`, with the same `hc_eps` and `iterations`, which is
-            balanced first (then a GPU's kernel takes at most `unbalanced.MOST_TOKENS` tokens).
+        comb: [T, n, n] fp32, of the ended sublayer.
         fn: [(2 + n)n, n * d] fp32; this and all following arguments belong to the sublayer that begins.
         base: [(2 + n)n] fp32.
         scale: [3] fp32.
@@ -110,14 +107,12 @@ def hc_boundary(
         hc_eps: of the mixture and of Sinkhorn's iteration.
         iterations: of Sinkhorn's iteration (20).
         fp8: whether x is also returned in the form that FP8 products read.
-        balances: whether comb is balanced; otherwise it is returned as `Unbalanced`, for the next boundary (then a
-            GPU's kernel takes at most `unbalanced.MOST_TOKENS` tokens).
         impl: implementation by name; None lets the registry choose.
 
     Returns:
-        streams [T, n, d] and x [T, d] in y's dtype, post [T, n] fp32, comb [T, n, n] fp32 or
-            `Unbalanced`; with `fp8` also codes [T, d] float8_e4m3fn and scales [T, ceil(d / 128)] fp32 powers of two,
-            the scales of neighbouring tokens contiguous.
+        streams [T, n, d] and x [T, d] in y's dtype, post [T, n] fp32, comb [T, n, n] fp32; with
+            `fp8` also codes [T, d] float8_e4m3fn and scales [T, ceil(d / 128)] fp32 powers of two, the scales of
+            neighbouring tokens contiguous.
 
     Raises:
         ValueError: shapes that do not match, or iterations < 1.
@@ -127,7 +122,7 @@ def hc_boundary(
     _check_parameters("hc_boundary", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
     _check_iterations("hc_boundary", iterations)
     boundary = select("hc_boundary", streams.device, streams.dtype, impl)
-    after = (fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances)
+    after = (fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
     return boundary(y, streams, post, comb, *after)
 
 
@@ -136,7 +131,7 @@ def hc_boundary_of_parts(
     mailboxes: Mailboxes,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -145,9 +140,8 @@ def hc_boundary_of_parts(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
     impl: str | None = None,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """The next sublayer's input, from a sublayer's output of which every rank has a part.
 
     ::
@@ -162,7 +156,7 @@ def hc_boundary_of_parts(
         part: [T, d] fp32 or bf16, this rank's, or the rows of experts whose sum it is; a GPU's kernel takes at most
             `choice.most_tokens_of_parts` tokens.
         mailboxes: of the group, on the device of `part`.
-        streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances: as in
+        streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8: as in
             `hc_boundary`.
         impl: implementation by name; None lets the registry choose.
 
@@ -177,7 +171,7 @@ def hc_boundary_of_parts(
     _check_parameters("hc_boundary_of_parts", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
     _check_iterations("hc_boundary_of_parts", iterations)
     boundary = select("hc_boundary_of_parts", streams.device, streams.dtype, impl)
-    after = (fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances)
+    after = (fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
     return boundary(part, mailboxes, streams, post, comb, *after)
 
 
@@ -191,30 +185,29 @@ def hc_enter(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
     impl: str | None = None,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """The input of a model's first sublayer: `hc_boundary` without `hc_post`, that is `hc_pre` of the streams, then the
     norm.
 
     Args and Raises: as in `hc_boundary`.
 
     Returns:
-        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32 or `Unbalanced`; with `fp8` also
-            codes and scales as in `hc_boundary`.
+        x [T, d] in the streams' dtype, post [T, n] fp32, comb [T, n, n] fp32; with `fp8` also codes and scales as
+            in `hc_boundary`.
     """
     n = _check_streams("hc_enter", streams)
     _check_parameters("hc_enter", streams, fn, base, scale, (2 + n) * n, 3, norm_weight)
     _check_iterations("hc_enter", iterations)
     enter = select("hc_enter", streams.device, streams.dtype, impl)
-    return enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances)
+    return enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_finish(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -314,7 +307,7 @@ def _check_output(
     y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:
     tokens, n, d = streams.shape

@@ -13,7 +13,6 @@ from dsv4_kernels.host import joint_launch, mailboxes
 from dsv4_kernels.host.arch import ARCHITECTURES, clusters_at_once, implementation_of
 from dsv4_kernels.host.mailboxes import CLUSTER, MOST_THREADS
 from dsv4_kernels.hyper_connection.plan import HEAD_ROWS, PRE_ROWS, TEAMS, TOKENS, Plan
-from dsv4_kernels.hyper_connection.unbalanced import MOST_TOKENS as MOST_UNBALANCED
 from dsv4_kernels.model_shapes import ModelShapes
 
 MOST_TOKENS = {1: 4, 2: 16, 4: 64, 8: 128}
@@ -61,25 +60,6 @@ def chosen(
         return Plan(TOKENS[-1], *form, teams=TEAMS, fp8=fp8)
     one_cta = rows == PRE_ROWS and num_tokens <= MOST_TOKENS_OF_ONE_CTA
     return Plan(tokens or TOKENS[-1], *form, fp8=fp8, one_cta=one_cta)
-
-
-@functools.cache
-def balancing(plan: Plan, ended: bool, own: bool) -> Plan:
-    """The plan with the flags of comb's balance.
-
-    Args:
-        plan: with any flags.
-        ended: whether comb of the sublayer that ends is `Unbalanced`.
-        own: whether comb of the sublayer that begins is balanced.
-    """
-    return replace(plan, balances_ended=ended, balances=own)
-
-
-def served(plan: Plan, num_tokens: int) -> Plan:
-    """The plan in a model's forwards: up to MOST_UNBALANCED tokens comb is balanced by the launch that reads it."""
-    if num_tokens > MOST_UNBALANCED:
-        return plan
-    return balancing(plan, ended=plan.post, own=plan.rows != PRE_ROWS)
 
 
 def with_parts(
@@ -157,7 +137,7 @@ def plans(dim: int, fp8: bool, arch: str, bf16_weight: bool = False, fewest: int
     }
     sizes = (*(most for most in MOST_TOKENS.values() if most >= fewest), max(MOST_TOKENS.values()) + 1)
     made = (
-        served(chosen(size, dim, rows, post, bf16_weight, fp8 and follows, clusters), size)
+        chosen(size, dim, rows, post, bf16_weight, fp8 and follows, clusters)
         for rows, post, follows in forms.values()
         for size in sizes
         for clusters in possible_clusters(arch, size)
@@ -179,7 +159,7 @@ def plans_of_model(model: ModelShapes, arch: str) -> list[Plan]:
         for size in _sizes(_joint_tokens(arch)):
             for clusters in possible_clusters(arch, size):
                 form = (model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs)
-                made += _summing_experts(served(chosen(size, *form, clusters), size), model, arch)
+                made += _summing_experts(chosen(size, *form, clusters), model, arch)
     return list(dict.fromkeys(made))
 
 
@@ -195,11 +175,7 @@ def plans_of_parts(model: ModelShapes, arch: str) -> list[Plan]:
     for size in _sizes(model.peer_boundary_tokens):
         for clusters in possible_clusters(arch, size):
             plan = chosen(size, model.hidden_size, PRE_ROWS, True, False, model.quantises_inputs, clusters)
-            plan = replace(
-                served(plan, size),
-                ranks=model.peer_sum_ranks,
-                sender_threads=MOST_THREADS,
-            )
+            plan = replace(plan, ranks=model.peer_sum_ranks, sender_threads=MOST_THREADS)
             in_fp32 = replace(plan, fp32_parts=True)
             made += [plan, in_fp32] if model.experts_sum_fp32 else [plan]
             if model.leaves_expert_rows and size <= _joint_tokens(arch):

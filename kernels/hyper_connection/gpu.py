@@ -23,7 +23,6 @@ from dsv4_kernels.host.mailboxes import CLUSTER
 from dsv4_kernels.host.strides import check_rows, stride_bytes
 from dsv4_kernels.hyper_connection.choice import (
     MOST_TOKENS,
-    balancing,
     chosen,
     clusters_of,
     most_tokens_of_parts,
@@ -40,8 +39,6 @@ from dsv4_kernels.hyper_connection.plan import (
     Plan,
     arguments_of,
 )
-from dsv4_kernels.hyper_connection.unbalanced import MOST_TOKENS as MOST_UNBALANCED
-from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.model_shapes import ModelShapes
 
 
@@ -70,7 +67,7 @@ def run(
     op: str,
     rows: int,
     streams: Tensor,
-    written_back: tuple[Tensor | ExpertRows, Tensor, Tensor | Unbalanced] | None,
+    written_back: tuple[Tensor | ExpertRows, Tensor, Tensor] | None,
     parameters: tuple[Tensor, Tensor, Tensor],
     norm_weight: Tensor,
     norm_eps: float = 0.0,
@@ -81,8 +78,7 @@ def run(
     fp8: bool = False,
     boxes: mailboxes.Mailboxes | None = None,
     interleaved: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Launches one form of the kernel.
 
     Args:
@@ -99,7 +95,6 @@ def run(
         fp8: whether the normed mixture is also made as e4m3.
         boxes: mailboxes through which y, of which each rank has a part, is summed; None if y is the whole output.
         interleaved: whether products are interleaved, with one CTA a multiprocessor.
-        balances: whether comb is balanced; otherwise it is left `Unbalanced`.
 
     Returns:
         streams, the normed mixture, post, comb; None for results that this form does not make. With `fp8` also
@@ -131,17 +126,6 @@ def run(
     of_experts = y if isinstance(y, ExpertRows) else None
     if of_experts is not None:
         plan, y = _with_experts(op, plan, of_experts), None
-    plan = balancing(plan, isinstance(comb, Unbalanced), balances)
-    if isinstance(comb, Unbalanced):
-        iterations = comb.iterations if rows == HEAD_ROWS else iterations
-        if (comb.hc_eps, comb.iterations) != (hc_eps, iterations):
-            raise ValueError(
-                f"{op}: the GPU kernels balance comb with hc_eps {hc_eps} and {iterations} iterations; the sublayer "
-                f"that ends has {comb.hc_eps} and {comb.iterations}"
-            )
-        comb = comb.logits
-    if plan.teams > 1 and (plan.balances_ended or not plan.balances):
-        raise ValueError(f"{op}: {num_tokens} tokens; comb of at most {MOST_UNBALANCED} tokens may be unbalanced")
     _check(op, {"y": y}, (torch.bfloat16,) if boxes is None else (torch.bfloat16, torch.float32))
     _check(op, {"streams": streams}, (torch.bfloat16,))
     _check(op, {"post": post, "comb": comb}, (torch.float32,))
@@ -191,8 +175,7 @@ def run(
         if plan.teams > 1:
             num_clusters = min(-(-num_clusters // plan.teams), clusters_at_once(device, CLUSTER))
         compile(plan, architecture(name, device))(arguments, Int32(num_clusters), current_stream(device))
-    made_comb = out_comb if balances else Unbalanced(out_comb, hc_eps, iterations)
-    made_ones = (out_streams, out, out_post, made_comb)
+    made_ones = (out_streams, out, out_post, out_comb)
     return (*made_ones, codes, scales) if fp8 else made_ones
 
 
@@ -240,7 +223,7 @@ def hc_boundary(
     y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -249,12 +232,11 @@ def hc_boundary(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_boundary`."""
     written_back, parameters, numbers = (y, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
-    return run(name, "hc_boundary", *form, *numbers, fp8=fp8, balances=balances)
+    return run(name, "hc_boundary", *form, *numbers, fp8=fp8)
 
 
 def hc_boundary_of_parts(
@@ -263,7 +245,7 @@ def hc_boundary_of_parts(
     boxes: mailboxes.Mailboxes,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -272,12 +254,11 @@ def hc_boundary_of_parts(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
     written_back, parameters, numbers = (part, post, comb), (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, written_back, parameters, norm_weight)
-    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, boxes=boxes, balances=balances)
+    return run(name, "hc_boundary_of_parts", *form, *numbers, fp8=fp8, boxes=boxes)
 
 
 def hc_enter(
@@ -291,12 +272,11 @@ def hc_enter(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """`dsv4_kernels.hyper_connection.hc_enter`."""
     parameters, numbers = (fn, base, scale), (norm_eps, hc_eps, iterations)
     form = (PRE_ROWS, streams, None, parameters, norm_weight)
-    return run(name, "hc_enter", *form, *numbers, fp8=fp8, balances=balances)[1:]
+    return run(name, "hc_enter", *form, *numbers, fp8=fp8)[1:]
 
 
 def hc_finish(
@@ -304,7 +284,7 @@ def hc_finish(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,

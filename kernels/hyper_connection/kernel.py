@@ -6,10 +6,8 @@ the mixture, so that streams are read once and written once.
 
     who             does                                                            waits for
     one warp        asks for fn, by TMA (bulk copies), stream by stream             empty[stage], if it was in use
-                    balances comb of the sublayer that ends, if it is `Unbalanced`
-                    makes comb of the token that has this CTA's number, and         sums_there
-                    balances it, unless it is left `Unbalanced`
-    the others      new streams = post y + comb^T streams; writes them              the balanced comb
+                    balances comb of the token that has this CTA's number           sums_there
+    the others      new streams = post y + comb^T streams; writes them
                     products with the 24 rows of fn (`products`)                    full[stage]
                     sums over warps, sent to all CTAs of the cluster                the warps of the CTA
                     sigmoids: pre, and post of one token                            sums_there, from all CTAs
@@ -127,8 +125,6 @@ class HyperConnection(Products):
                 self.fetch(args, shared, lane, rank, Int32(0), plan.stages)
                 if const_expr(plan.tokens < TOKENS[-1]):  # the clusters of a large launch would ask for it each
                     self.fetch_into_l2(args, lane, rank)
-            if const_expr(plan.balances_ended):
-                self.balance_ended(args, shared, lane, cluster * plan.tokens)
             dependent_launch.wait()
             self.sync_all()
             cute.arch.cluster_wait()
@@ -162,6 +158,10 @@ class HyperConnection(Products):
         num_bytes = CLUSTER * self.plan.square_slots * 4
         cute.arch.mbarrier_arrive_and_expect_tx(shared.squares_there.data_ptr() + team, num_bytes)
 
+    def sync_all(self) -> None:
+        """Synchronises all threads of the CTA: then its mbarriers are set up."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.plan.cta_threads)
+
     # The fetching and balancing warp: comb (fn: `products`)
 
     @cute.jit
@@ -177,8 +177,8 @@ class HyperConnection(Products):
     ) -> None:
         """Writes comb of the token that has this CTA's number in the group, in one lane.
 
-        No other thread waits for comb: the mixture needs pre only. But softmax and Sinkhorn's iteration would end the
-        launch some 2,000 clocks after the other warps; so with few tokens the next boundary computes them.
+        No other thread waits for comb: the mixture needs pre only. The next boundary could balance it while it waits
+        for its own launch to begin; this was slower (docs/log/decode_step.md, 2026-11-28).
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):
@@ -188,29 +188,8 @@ class HyperConnection(Products):
             if const_expr(self.plan.teams > 1):
                 cute.arch.mbarrier_arrive(shared.taken.data_ptr() + team)
             if token < args.num_tokens:
-                if const_expr(self.plan.balances):
-                    balance_matrix(comb, args.hc_eps, args.iterations)
+                balance_matrix(comb, args.hc_eps, args.iterations)
                 self.write_comb(args, comb, token)
-
-    @cute.jit
-    def balance_ended(self, args: AnyArguments, shared: cutlass.Constexpr, lane: Int32, first: Int32) -> None:
-        """Stores comb of the sublayer that ends, balanced, for all tokens of the group, a lane each.
-
-        Every CTA of a cluster does so before it waits. The loads may overlap the kernel before, which did not write
-        the logits (`Unbalanced`). Logits are read from L2, since L1 may hold an earlier layer's before this wait.
-        """
-        token = lane % self.plan.tokens
-        source = args.comb + Int64(first + token) * args.comb_stride
-        comb = cute.make_rmem_tensor((STREAMS * STREAMS,), Float32)
-        for j in cutlass.range_constexpr(STREAMS):
-            row = ptx.load_or_zeros(Float32, 4, source + 16 * j, args.num_tokens - first - token, "gt.s32", cache=".cg")
-            for k in cutlass.range_constexpr(STREAMS):
-                comb[STREAMS * j + k] = row[k]
-        balance_matrix(comb, args.hc_eps, args.iterations)
-        if lane < self.plan.tokens:
-            place = self.balanced_comb(shared, token)
-            for j in cutlass.range_constexpr(STREAMS):
-                ptx.store_shared_f32x4(place + 16 * j, tuple(comb[STREAMS * j + k] for k in range(STREAMS)))
 
     def comb_parameters(self, args: AnyArguments) -> tuple:
         """base of comb, 16 numbers, and its scale."""
@@ -282,8 +261,8 @@ class HyperConnection(Products):
         token = first + in_group
         cta, _, _ = cute.arch.block_idx()
         buffer = self.buffer_of(args, cta) if plan.ranks else Int32(0)
-        x = self.new_streams(args, shared, token, channel, thread, cta, buffer, slots)
-        if const_expr(plan.teams == 1 and not plan.balances_ended):
+        x = self.new_streams(args, token, channel, thread, cta, buffer, slots)
+        if const_expr(plan.teams == 1):
             self.sync_all()
         self.add_up(shared, team, x, lane, warp)
         gate_base, gate_scale = self.gate_parameters(args, thread)  # these loads overlap the exchange of sums

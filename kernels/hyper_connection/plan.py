@@ -66,10 +66,6 @@ class Plan:
     core uses the upper half, and moves each number to its place before: a quarter of the instructions."""
     experts: int = 0
     """Experts of a token whose rows are summed to `y`, or to this rank's part of it; 0 if `y` is given."""
-    balances_ended: bool = False
-    """Whether comb of the sublayer that ends is `Unbalanced`, so that the warp that fetches fn balances it."""
-    balances: bool = True
-    """Whether comb of the sublayer that begins is balanced; otherwise it is left `Unbalanced`."""
     reads_ahead: bool = False
     """Whether the lists of experts and slots are read before the launch before has ended (`moe.sums.Sum`)."""
 
@@ -85,8 +81,6 @@ class Plan:
         assert self.teams == 1 or self.fits, self
         assert not self.interleaved or (self.ctas == 1 and self.teams == 1), self  # it needs the registers
         assert not self.experts or (self.post and self.teams == 1), self
-        assert not self.balances_ended or (self.post and self.teams == 1), self
-        assert self.balances or (self.rows == PRE_ROWS and self.teams == 1), self
         # A channel of the mailboxes is used once a launch.
         assert not self.ranks or (self.post and self.teams == 1 and self.sender_threads >= self.threads), self
 
@@ -217,9 +211,6 @@ def shared_memory(plan: Plan) -> type:
         # taken: [team]; the balancing warp has read the sums that it needs from `received`
         squares_there: cute.struct.MemRange[Int64, teams]
         # squares_there: [team]; `received_squares` is complete
-        if plan.balances_ended:
-            comb: cute.struct.Align[cute.struct.MemRange[Float32, plan.tokens * STREAMS * STREAMS], 16]
-            # comb: [token][4][4], of the sublayer that ends, balanced
 
     return Shared
 
@@ -236,7 +227,7 @@ class Arguments(NamedTuple):
     stream_stride: Int64
     post: Int64  # [T, 4] fp32
     post_stride: Int64
-    comb: Int64  # [T, 4, 4] fp32, balanced or not
+    comb: Int64  # [T, 4, 4] fp32
     comb_stride: Int64  # from token to token
     fn: Int64  # [rows, 4 * d] fp32
     base: Int64  # [rows] fp32

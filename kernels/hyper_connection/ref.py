@@ -8,7 +8,6 @@ from torch import Tensor
 from dsv4_kernels.all_reduce.ref import all_reduce
 from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import Mailboxes
-from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.norm import rms_norm
 from dsv4_kernels.quant import fp8_quantise
@@ -19,20 +18,12 @@ def hc_pre(
     x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `dsv4_kernels.hyper_connection.hc_pre`."""
-    row, post, comb = _before_the_iteration(x, fn, base, scale, norm_eps, hc_eps, iterations)
-    return row, post, balanced(comb)
-
-
-def _before_the_iteration(
-    x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, hc_eps: float, iterations: int
-) -> tuple[Tensor, Tensor, Unbalanced]:
-    """`hc_pre` without softmax and Sinkhorn's iteration of comb."""
     n = x.shape[1]
     mix = _normalised_products(x, fn, norm_eps)
     pre = sigmoid(mix[:, :n] * scale[0] + base[:n]) + hc_eps
     post = 2.0 * sigmoid(mix[:, n : 2 * n] * scale[1] + base[n : 2 * n])
-    logits = (mix[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n))
-    return _mixture(pre, x), post, Unbalanced(logits, hc_eps, iterations)
+    comb = (mix[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(1, (n, n))
+    return _mixture(pre, x), post, _sinkhorn(comb, hc_eps, iterations)
 
 
 def hc_post(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -53,7 +44,7 @@ def hc_boundary(
     y: Tensor | ExpertRows,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -62,11 +53,10 @@ def hc_boundary(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_boundary`."""
-    streams = hc_post(summed(y), streams, post, balanced(comb))
-    return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances)
+    streams = hc_post(summed(y), streams, post, comb)
+    return streams, *hc_enter(streams, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_boundary_of_parts(
@@ -74,7 +64,7 @@ def hc_boundary_of_parts(
     mailboxes: Mailboxes,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -83,12 +73,10 @@ def hc_boundary_of_parts(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_boundary_of_parts`."""
     y = all_reduce(summed(part), mailboxes).to(streams.dtype)
-    after = (fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8, balances)
-    return hc_boundary(y, streams, post, comb, *after)
+    return hc_boundary(y, streams, post, comb, fn, base, scale, norm_weight, norm_eps, hc_eps, iterations, fp8)
 
 
 def hc_enter(
@@ -101,11 +89,9 @@ def hc_enter(
     hc_eps: float,
     iterations: int,
     fp8: bool = False,
-    balances: bool = True,
-) -> tuple[Tensor | Unbalanced, ...]:
+) -> tuple[Tensor, ...]:
     """See `dsv4_kernels.hyper_connection.hc_enter`."""
-    row, post, comb = _before_the_iteration(streams, fn, base, scale, norm_eps, hc_eps, iterations)
-    comb = balanced(comb) if balances else comb
+    row, post, comb = hc_pre(streams, fn, base, scale, norm_eps, hc_eps, iterations)
     x = rms_norm(row, norm_weight, norm_eps)
     return (x, post, comb, *fp8_quantise(x, column_major=True)) if fp8 else (x, post, comb)
 
@@ -114,7 +100,7 @@ def hc_finish(
     y: Tensor,
     streams: Tensor,
     post: Tensor,
-    comb: Tensor | Unbalanced,
+    comb: Tensor,
     fn: Tensor,
     base: Tensor,
     scale: Tensor,
@@ -123,7 +109,7 @@ def hc_finish(
     hc_eps: float,
 ) -> tuple[Tensor, Tensor]:
     """See `dsv4_kernels.hyper_connection.hc_finish`."""
-    streams = hc_post(y, streams, post, balanced(comb))
+    streams = hc_post(y, streams, post, comb)
     return streams, rms_norm(hc_head(streams, fn, base, scale, norm_eps, hc_eps), norm_weight, norm_eps)
 
 
@@ -141,11 +127,6 @@ def _mixture(pre: Tensor, x: Tensor) -> Tensor:
     for stream in range(1, x.shape[1]):
         total += pre[:, stream, None] * x[:, stream].float()
     return total.to(x.dtype)
-
-
-def balanced(comb: Tensor | Unbalanced) -> Tensor:
-    """comb, [T, n, n] fp32; an `Unbalanced` after softmax and Sinkhorn's iteration."""
-    return _sinkhorn(comb.logits, comb.hc_eps, comb.iterations) if isinstance(comb, Unbalanced) else comb
 
 
 def _sinkhorn(comb: Tensor, eps: float, iterations: int) -> Tensor:

@@ -7,7 +7,6 @@ each; so with eight tokens a thread has all units of one token, and with a singl
 unit).
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
@@ -37,7 +36,6 @@ class Streams(Parts):
     def new_streams(
         self,
         args: AnyArguments,
-        shared: cutlass.Constexpr,
         token: Int32,
         channel: Int32,
         thread: Int32,
@@ -50,8 +48,7 @@ class Streams(Parts):
 
         All loads are issued before the first sum is computed; with ranks, the part is sent before, and the other ranks'
         parts are awaited after that, run by run; `buffer` is the mailboxes'. With experts, the rows of a part are
-        loaded and added first, those of an output are loaded last. If this launch balances comb of the sublayer that
-        ends, comb is awaited after all loads.
+        loaded and added first, those of an output are loaded last.
         """
         plan = self.plan
         if plan.ranks:
@@ -74,19 +71,12 @@ class Streams(Parts):
             post = args.post + Int64(token) * args.post_stride
             comb = args.comb + Int64(token) * args.comb_stride
             weights = ptx.load_or_zeros(Float32, 4, post, exists, "gt.s32", cache="")
-            if not plan.balances_ended:
-                rows = [
-                    ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)
-                ]
+            rows = [ptx.load_or_zeros(Float32, 4, comb + 16 * j, exists, "gt.s32", cache="") for j in range(STREAMS)]
         if plan.ranks:
             polled = self.poll_run(args, token, in_mailbox, 0)
             time_limit = time_limit_of(args.peers)
         elif plan.experts:
             y = self.sum_over_experts(args, token, channel, slots)
-        if plan.balances_ended:
-            self.sync_all()
-            place = self.balanced_comb(shared, self.token_of(thread))
-            rows = [ptx.load_shared_f32x4(place + 16 * j) for j in range(STREAMS)]
         for run in range(plan.runs):
             outputs, words = loaded[run]
             if plan.ranks:
@@ -104,14 +94,6 @@ class Streams(Parts):
                 for w in range(plan.run_words):
                     x[(run * STREAMS + s) * plan.run_words + w] = words[s][w]
         return x
-
-    def sync_all(self) -> None:
-        """Synchronises all threads of the CTA: then mbarriers are set up, and comb in shared memory is balanced."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.plan.cta_threads)
-
-    def balanced_comb(self, shared: cutlass.Constexpr, token: Int32) -> Int32:
-        """The address in shared memory of a token's comb, of the sublayer that ends."""
-        return Int32(shared.comb.data_ptr().toint()) + token * (STREAMS * STREAMS * 4)
 
     def written_back(self, y: tuple, old: list, post: tuple, comb: list) -> list:
         """The new streams as words of bf16, a list for each: post[k] y + sum of comb[j][k] x[j].

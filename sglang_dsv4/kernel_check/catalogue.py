@@ -46,9 +46,8 @@ KERNELS = (
         (
             "hyper_connection/test_hyper_connection_gpu.py",
             "hyper_connection/test_boundary_of_experts.py",
-            "hyper_connection/test_unbalanced_comb.py",
         ),
-        ("hc_boundary", "hc_boundary_of_few"),
+        ("hc_boundary",),
     ),
     Kernel("indexer", ("indexer/test_indexer_gpu.py",), ("index_topk", "index_topk_prefill")),
     Kernel(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.hyper_connection import hc_boundary, hc_boundary_of_parts, hc_enter, hc_finish
-from dsv4_kernels.hyper_connection.unbalanced import MOST_TOKENS, Unbalanced
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, quantises_once
 from sglang_dsv4.layers.norm import RMSNorm
@@ -29,7 +28,7 @@ class Pending(NamedTuple):
     output: Tensor | ExpertRows | Part | None = None
     """[T, d] model dtype, of the sublayer; or rows of experts whose sum it is; or this rank's part of it."""
     post: Tensor | None = None  # [T, n] fp32
-    comb: Tensor | Unbalanced | None = None  # [T, n, n] fp32
+    comb: Tensor | None = None  # [T, n, n] fp32
 
     def with_output(self, output: Tensor | ExpertRows | Part) -> Pending:
         """The same streams with the sublayer's output [T, d], or a part of it, to be written back."""
@@ -70,14 +69,13 @@ class HyperConnection(nn.Module):
         fp8 = self.quantises and rows.is_whole  # other rows are gathered in bf16, and quantised after that
         coefficients = (self.fn, self.base, self.scale, norm.weight, norm.eps, self.hc_eps, self.iterations)
         streams, output, post, comb = pending
-        form = {"fp8": fp8, "balances": len(streams) > MOST_TOKENS}  # otherwise the next boundary balances comb
         if output is None:
-            made = hc_enter(streams, *coefficients, **form)
+            made = hc_enter(streams, *coefficients, fp8=fp8)
         elif isinstance(output, Part):
             part, boxes = output.rows, output.mailboxes
-            streams, *made = hc_boundary_of_parts(part, boxes, streams, post, comb, *coefficients, **form)
+            streams, *made = hc_boundary_of_parts(part, boxes, streams, post, comb, *coefficients, fp8=fp8)
         else:
-            streams, *made = hc_boundary(output, streams, post, comb, *coefficients, **form)
+            streams, *made = hc_boundary(output, streams, post, comb, *coefficients, fp8=fp8)
         x, post, comb, *codes = made
         made = SublayerInput(x, Fp8Input(*codes)) if codes else self.gathered(x, rows)
         return made, Pending(streams, None, post, comb)

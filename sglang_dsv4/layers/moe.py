@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dsv4_kernels.linear import linear_fp32
 from dsv4_kernels.moe import expert_rows, experts_forward, fused_swiglu, sum_expert_rows, swiglu_fp8
 from dsv4_kernels.router import route_hash_logits, route_topk_logits
-from sglang_dsv4.layers import packed_experts, row_exchange
+from sglang_dsv4.layers import packed_experts, row_exchange, simulated_routing
 from sglang_dsv4.layers.concurrent import in_order, joins, side_by_side, together
 from sglang_dsv4.layers.data_parallel import RowsOfExperts
 from sglang_dsv4.layers.linear import Fp8Input, SublayerInput, builds_on_cpu, fp32_product_dtype, quantises_once
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 class Gate(nn.Module):
-    """Chooses and weighs a token's experts in fp32: by a learned score, or in the first layers by token id."""
+    """Chooses and weighs a token's experts in fp32: by a learned score, in the first layers by token id, or in a
+    benchmark by the row (`simulated_routing`)."""
 
     def __init__(self, config: Config, hashed: bool) -> None:
         super().__init__()
@@ -47,6 +48,8 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(config.n_routed_experts, config.hidden_size, dtype=fp32_product_dtype()), requires_grad=False
         )
+        experts = config.n_routed_experts
+        self.deal = simulated_routing.Deal(experts, self.top_k) if simulated_routing.is_on() else None
         self.bias = self.tid2eid = None
         if hashed:
             # SGLang's dummy loader does not fill integers: these ids give all experts equally many tokens.
@@ -68,6 +71,8 @@ class Gate(nn.Module):
             logits: the result of `logits`.
             input_ids: [T] integer token ids, in [0, vocab_size).
         """
+        if self.deal is not None:
+            return route_hash_logits(logits, self.deal.table, self.deal.rows(len(logits)), self.scale)
         if self.tid2eid is not None:
             return route_hash_logits(logits, self.tid2eid, input_ids, self.scale)
         return route_topk_logits(logits, self.bias, self.top_k, self.scale)

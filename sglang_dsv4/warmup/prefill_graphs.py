@@ -76,6 +76,7 @@ class PrefillGraphs:
         self._positions = torch.zeros_like(self._input_ids)
         self._outputs: Outputs | None = None
         self._replays: dict[int, Callable[[], None]] = {}
+        self._replayed: set[int] = set()
 
     def size_of(self, tokens: int) -> int | None:
         """The number of tokens to which a batch is padded; None if it runs without graphs. Where rows are sharded,
@@ -124,6 +125,9 @@ class PrefillGraphs:
             buffer[:tokens].copy_(values)
             buffer[tokens:size].zero_()
         self._replays[size]()
+        if size not in self._replayed:
+            self._replayed.add(size)
+            logger.info("first replay of the CUDA graphs of prefills of %d tokens, by %d tokens", size, tokens)
         return self._outputs.first(tokens)
 
 

@@ -213,12 +213,8 @@ def test_the_benchmarks_chain(kernel: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("balances", [True, False])
 @pytest.mark.parametrize("tokens", [1, 4, 64])
-def test_a_graph_of_early_launches_has_the_same_bits(
-    kernel_on_gpu: Callable[[str], str], tokens: int, balances: bool
-) -> None:
-    """Replayed many times: a kernel that reads before it waits is wrong only sometimes. Boundaries balance their
-    own comb, or read ahead and balance the comb that the boundary before has left."""
+def test_a_graph_of_early_launches_has_the_same_bits(kernel_on_gpu: Callable[[str], str], tokens: int) -> None:
+    """Replayed many times: a kernel that reads before it waits is wrong only sometimes."""
     device = torch.device("cuda")
-    check_chain(Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")), balances)
+    check_chain(Chain(tokens, 6, device, kernel_on_gpu("norm_rope_store")))

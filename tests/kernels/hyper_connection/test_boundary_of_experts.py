@@ -168,7 +168,7 @@ def test_what_is_compiled_ahead(arch: str, fp32: bool, ranks: int) -> None:
             boxes, at_once = Plan.of(4, 2 << 20), 16 if clusters is None else clusters
             plan = choice.with_parts(plan, boxes, at_once, tokens, dtype) if ranks else plan
             if plan is not None:
-                plan = replace(choice.served(plan, tokens), experts=6)
+                plan = replace(plan, experts=6)
                 ahead = arch == "sm_90a" and tokens == 1
                 called |= {plan, replace(plan, reads_ahead=True)} if ahead else {plan}
     compiled = {job.args[0] for job in jobs}

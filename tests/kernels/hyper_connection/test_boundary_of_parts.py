@@ -259,7 +259,7 @@ def test_what_is_compiled_ahead(arch: str, fp32: bool) -> None:
     model = SimpleNamespace(**shapes, peer_boundary_tokens=64)
     compiled = {job.args for job in gpu.parts_compile_jobs(model, arch)}
     called = {
-        (choice.served(choice.with_parts(plan, Plan.of(4, 2 << 20), clusters, tokens, parts), tokens), arch)
+        (choice.with_parts(plan, Plan.of(4, 2 << 20), clusters, tokens, parts), arch)
         for tokens in range(1, 65)
         for clusters in ((16,) if arch == "sm_90a" else range(4, 20))
         for plan in [choice.chosen(tokens, 4096, 24, True, False, True, None if arch == "sm_90a" else clusters)]

@@ -37,6 +37,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "four_gpus": lambda: served_tables.best_of_builtin("serve_ab_h200_x4"),
     "four_gpus_before": lambda: served_tables.best_of_builtin("serve_ab_variants_h200_x4", "ours+our_all_reduce"),
     "four_gpus_variants": lambda: served_tables.variants_of_ours("serve_ab_variants_h200_x4", "ours+our_all_reduce"),
+    "two_gpus_whole": lambda: served_tables.best_of_builtin("serve_ab_h200_x2"),
+    "two_gpus_variants": lambda: served_tables.variants_of_ours("serve_ab_h200_x2"),
     "two_gpus": lambda: served_tables.served(("serve_ab_h100_x2", served_tables.SERVED + served_tables.STEPS[:1])),
     "acceptance": served_tables.acceptance,
     "accepted": served_tables.accepted,

@@ -14,7 +14,6 @@ from dsv4_kernels.compressor import Compression, Groups
 from dsv4_kernels.host import joint_launch
 from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.hyper_connection import hc_post
-from dsv4_kernels.hyper_connection.ref import balanced
 from dsv4_kernels.kv_layout import KVRows, RowFormat
 from dsv4_kernels.norm_rope_store import Destination
 from sglang_dsv4.layers import attention
@@ -54,7 +53,7 @@ def tensor_of(value: Tensor | SublayerInput | ExpertRows | Pending) -> Tensor:
         return value.rows
     if value.output is None:
         return value.streams
-    return hc_post(summed(value.output), value.streams, value.post, balanced(value.comb))
+    return hc_post(summed(value.output), value.streams, value.post, value.comb)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import CLUSTER, Mailboxes, Plan
-from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.reference.batch_invariant import sum_in_order
 
 DIM = 1024
@@ -40,8 +39,6 @@ class Boundary:
     seed: int = 0
     parts: list[Tensor | ExpertRows] = field(default_factory=list)
     """[rank] of the rank; random if none are given."""
-    unbalanced: bool = False
-    """Whether comb is given and returned before softmax and Sinkhorn's iteration; results have its logits."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -52,11 +49,6 @@ class Boundary:
     @property
     def inputs(self) -> Inputs:
         return _inputs(self.num_tokens, self.dim)
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """Tensors that were complete before the previous launch."""
-        return [self.inputs.fn, *([self.inputs.comb] if self.unbalanced else [])]
 
     def with_parts(self, parts: list[Tensor] | list[ExpertRows]) -> Boundary:
         return replace(self, parts=parts)
@@ -73,19 +65,15 @@ class Boundary:
         from dsv4_kernels.hyper_connection import gpu
 
         i = self.inputs
-        comb = Unbalanced(i.comb, HC_EPS, ITERATIONS) if self.unbalanced else i.comb
-        arguments = (i.streams, (y, i.post, comb), (i.fn, i.base, i.scale), i.weight, NORM_EPS, HC_EPS, ITERATIONS)
-        form = {"fp8": self.fp8, "boxes": boxes, "balances": not self.unbalanced}
-        made = gpu.run(self.kernel, "test", 24, *arguments, self.tokens, **form)
-        return tuple(x.logits if isinstance(x, Unbalanced) else x for x in made)
+        arguments = (i.streams, (y, i.post, i.comb), (i.fn, i.base, i.scale), i.weight, NORM_EPS, HC_EPS, ITERATIONS)
+        return gpu.run(self.kernel, "test", 24, *arguments, self.tokens, fp8=self.fp8, boxes=boxes)
 
     def of_the_sum(self) -> tuple[Tensor, ...]:
         """Results of `hc_boundary` of the sum, from an emulator of its own."""
         from ptx_emulator import Checks, emulated
 
         with emulated(checks=Checks.strict(), arch=ARCH[self.kernel]) as device:
-            for tensor in self.constants:
-                device.memory.constant(tensor)
+            device.memory.constant(self.inputs.fn)
             return self.run(self.sum().bfloat16(), None)
 
 
@@ -108,8 +96,8 @@ def group(
 
     plan = Plan.of(ranks, MOST_BYTES, threads, 32, CHANNELS)
     with emulated(checks=Checks.strict(), arch=ARCH[kernel], schedule=schedule, seed=seed) as device:
-        for tensor in {id(tensor): tensor for call in calls for tensor in call.constants}.values():
-            device.memory.constant(tensor)
+        for fn in {id(call.inputs.fn): call.inputs.fn for call in calls}.values():
+            device.memory.constant(fn)
         yield Ranks(device, plan, kernel)
     assert not [warning for report in device.reports for warning in report.warnings]
 

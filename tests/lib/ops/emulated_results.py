@@ -33,7 +33,6 @@ from ops.experts_cases import LIMIT, packed_nvfp4_experts
 from ops.experts_cases import Case as ExpertsCase
 from ops.fp8_weight_cases import tokens_of
 from ops.fp8_weight_cases import weight as fp8_weight
-from ops.hyper_connection_cases import HC_EPS, ITERATIONS
 from ops.hyper_connection_cases import inputs as boundary_inputs
 from ops.indexer_cases import Case as IndexerCase
 from ops.row_kernels import ARCH, KERNELS
@@ -45,7 +44,6 @@ from dsv4_kernels.compressor import compress_store
 from dsv4_kernels.device import dependent_launch
 from dsv4_kernels.host.arch import ARCHITECTURES
 from dsv4_kernels.hyper_connection import hc_boundary
-from dsv4_kernels.hyper_connection.unbalanced import Unbalanced
 from dsv4_kernels.indexer import index_topk
 from dsv4_kernels.kv_layout import PAGE_ROWS, KVRows, RowFormat
 from dsv4_kernels.linear import (
@@ -106,18 +104,6 @@ def row_case(name: str) -> Callable[[torch.device], Call]:
 def boundary(device: torch.device) -> Call:
     made = boundary_inputs(TOKENS, 4096).to(device)
     return lambda impl: list(hc_boundary(*made.boundary(), impl=impl))
-
-
-def boundary_of_few(device: torch.device) -> Call:
-    """A boundary that balances the previous boundary's comb and leaves its own unbalanced."""
-    made = boundary_inputs(TOKENS, 4096).to(device)
-    made = made._replace(comb=Unbalanced(8 * made.comb, HC_EPS, ITERATIONS))
-
-    def call(impl: str) -> list[Tensor]:
-        *others, comb = hc_boundary(*made.boundary(), balances=False, impl=impl)
-        return [*others, comb.logits]
-
-    return call
 
 
 def addresses_of_a_step(device: torch.device) -> Call:
@@ -243,7 +229,6 @@ CASES: dict[str, Case] = {
     "norm_rope_store": Case("norm_rope_store", row_case("norm_rope_store"), tolerance=0.05),
     "compress_store": Case("compress_store", stored_entries),
     "hc_boundary": Case("hc_boundary", boundary),
-    "hc_boundary_of_few": Case("hc_boundary", boundary_of_few),
     "linear_fp32": Case("linear_fp32", fp32_product),
     "grouped_linear": Case("grouped_linear", grouped_product),
     "linear_fp8": Case("linear_fp8", fp8_product),

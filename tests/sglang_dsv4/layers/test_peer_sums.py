@@ -20,7 +20,6 @@ from dsv4_kernels.all_reduce.peer_memory import CannotConnectError
 from dsv4_kernels.host.expert_rows import ExpertRows, summed
 from dsv4_kernels.host.mailboxes import Mailboxes, Plan
 from dsv4_kernels.hyper_connection import hc_boundary
-from dsv4_kernels.hyper_connection.ref import balanced
 from sglang_dsv4.layers import hyper_connection, peer_sums, rank_sum
 from sglang_dsv4.layers.hyper_connection import HyperConnection, HyperConnectionHead, Pending
 from sglang_dsv4.layers.peer_sums import Part
@@ -192,7 +191,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Mailboxes:
 def written_back(output: Tensor | ExpertRows | Part, streams: Tensor, sublayer: HyperConnection) -> list[Tensor]:
     pending = Pending(streams, None, torch.ones(len(streams), 4), torch.eye(4).repeat(len(streams), 1, 1) / 2)
     made, after = sublayer(pending.with_output(output), SimpleNamespace(weight=torch.ones(1024), eps=1e-6), ALL_ROWS)
-    return [made.rows, after.streams, after.post, balanced(after.comb)]
+    return [made.rows, after.streams, after.post, after.comb]
 
 
 @pytest.mark.parametrize("parts", [torch.bfloat16, torch.float32])
