@@ -20,7 +20,9 @@ Two references (`tests/lib/model/reference.py`), both in fp32. KL is measured ag
 own quantisers; "to the trained model" against the one with all quantisers, the function that was trained. A mean KL may
 be twice that of the reference with activations in bf16 (`quality_figures.bound_of`): the server rounds as often as
 PyTorch does there, at other places. In fp32 without quantisers log-probabilities may differ by `TOLERANCE`, as
-everywhere in this project, which is a KL of at most half its square. Exit status 1 if a configuration is beyond a
+everywhere in this project, which is a KL of at most half its square. The first row is the reference's own perplexity; a
+row of texts and conversations has the reference's perplexity of the same tokens beside its own, with a bound of the
+distance (`quality_measuring.furthest_perplexity`). Exit status 1 if a configuration is beyond a
 bound, lacks bits that it promises, or is further from the trained model than the built-in.
 """
 
@@ -37,7 +39,17 @@ from typing import Any
 
 from lib.quality_configurations import ON_A_CPU, ON_GPUS, Configuration
 from lib.quality_figures import TOP
-from lib.quality_measuring import TEXT_TOKENS, NoHitError, Start, Table, forked, inputs, problems
+from lib.quality_measuring import (
+    JUDGED,
+    REFERENCE,
+    TEXT_TOKENS,
+    NoHitError,
+    Start,
+    Table,
+    forked,
+    inputs,
+    problems,
+)
 from lib.servers import DidNotComeUpError, running
 from lib.versions import versions
 
@@ -45,7 +57,7 @@ from lib.versions import versions
 def beside_the_builtin(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Kinds in which our mean KL to the trained model is larger than that of every configuration of the built-in."""
     found = []
-    for kind in ("text", "chat", "decode"):
+    for kind in JUDGED:
         theirs = [one[kind]["to_trained"] for one in rows if one["contender"].startswith("builtin")]
         found += [
             f"{one['name']}: KL of {kind} to the trained model {one[kind]['to_trained']:.2e}, "
@@ -69,7 +81,7 @@ def from_command(port: int) -> Start:
 
 def shown(measured: dict[str, Any]) -> str:
     """A row for people."""
-    kinds = " ".join(f"{measured[k]['kl']:.2e}/{measured[k]['bound']:.1e}" for k in ("text", "chat", "decode"))
+    kinds = " ".join(f"{measured[k]['kl']:.2e}/{measured[k]['bound']:.1e}" for k in JUDGED)
     exact = max((kl for kind, kl in measured.get("fp32", {}).items() if kind != "bound"), default=None)
     fp32 = "" if exact is None else f"{exact:.1e}"
     return f"{measured['name']:38} {measured['text']['perplexity']:8.2f} {kinds} {measured['same_bits']:8.2%} {fp32}"
@@ -103,8 +115,8 @@ def configurations(gpus: int, only: Sequence[str] | None) -> list[Configuration]
 
 
 def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows in the order of the configurations; no configuration of a CPU has the name of one of GPUs."""
-    order = {each.name: number for number, each in enumerate((*ON_A_CPU, *ON_GPUS))}
+    """The reference and the rows in the order of the configurations; no name is both of a CPU's and of GPUs'."""
+    order = {name: number for number, name in enumerate((REFERENCE, *(one.name for one in (*ON_A_CPU, *ON_GPUS))))}
     return sorted(rows, key=lambda row: order.get(row["name"], len(order)))
 
 
@@ -150,9 +162,11 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
         folder.mkdir(parents=True, exist_ok=True)
         start = start or (from_command(chosen.port) if chosen.gpus else forked)
         table = Table(chosen.checkpoint, folder, start, given)
+        rows[REFERENCE] = of_reference = table.of_reference()
         print(
             f"{'':38} perplexity, KL/bound of text, chat, decode; same bits; KL in fp32 without quantisers", flush=True
         )
+        print(f"{REFERENCE:38} {of_reference['text']['perplexity']:8.2f}", flush=True)
         for one in wanted:
             try:
                 rows[one.name] = measured = table.measure(one)
@@ -179,7 +193,8 @@ def told(rows: Sequence[dict[str, Any]], failed: Sequence[str]) -> int:
     """Print each figure beyond its bound or the built-in's; returns the exit status: 1 if there is any."""
     beyond = [*failed, *beside_the_builtin(rows)]
     print("\n".join(f"beyond: {line}" for line in beyond) or "all within their bounds")
-    print(json.dumps({"configurations": len(rows), "beyond": beyond}))
+    judged = sum(row["contender"] != "reference" for row in rows)
+    print(json.dumps({"configurations": judged, "beyond": beyond}))
     return int(bool(beyond))
 
 

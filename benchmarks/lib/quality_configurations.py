@@ -47,6 +47,7 @@ class Configuration:
             the bits are the first configuration's, its figures count.
         contender: of `lib.contenders`, with its parts.
         ranks: GPUs that the server needs.
+        pair: whether one server computes prompts and another decodes, in place of one server; on a CPU only.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Configuration:
     in_fp32: bool = False
     contender: str = "ours"
     ranks: int = 1
+    pair: bool = False
 
     def server_flags(self) -> tuple[str, ...]:
         """All flags of the server."""
@@ -86,6 +88,7 @@ def _tp(ranks: int, *flags: str) -> tuple[str, ...]:
 
 
 _EXCHANGE = {"SGLANG_DSV4_EXPERT_ROWS": "exchange"}
+_STAGES = {"SGLANG_PP_LAYER_PARTITION": "3,2"}
 
 ON_A_CPU: tuple[Configuration, ...] = (
     Configuration("plain rows", in_fp32=True),
@@ -106,6 +109,7 @@ ON_A_CPU: tuple[Configuration, ...] = (
     Configuration("two ranks, deterministic", _tp(2, *DETERMINISTIC)),
     Configuration("two ranks, --ep-size 2", _tp(2, "--ep-size", "2"), in_fp32=True),
     Configuration("two ranks, EAGLE", _tp(2, *EAGLE)),
+    Configuration("two ranks, DSPARK", _tp(2, *DSPARK), checkpoint="dspark"),
     Configuration("two ranks, sequence parallel", _tp(2), {"SGLANG_DSV4_SEQUENCE_PARALLEL": "on"}),
     Configuration("two ranks, own rows", _tp(2), {"SGLANG_DSV4_SEQUENCE_PARALLEL": "attention"}, in_fp32=True),
     Configuration("four ranks", _tp(4), checkpoint="four-ranks", in_fp32=True),
@@ -117,9 +121,12 @@ ON_A_CPU: tuple[Configuration, ...] = (
     Configuration(
         "four groups, exchanged rows", _tp(4, "--attn-dp-size", "4", "--ep-size", "4"), _EXCHANGE, same_bits=True
     ),
-    Configuration("two stages", ("--pp-size", "2"), {"SGLANG_PP_LAYER_PARTITION": "3,2"}, same_bits=True),
+    Configuration("two stages", ("--pp-size", "2"), _STAGES, same_bits=True),
+    Configuration("two stages of two ranks", _tp(2, "--pp-size", "2"), _STAGES),
+    Configuration("prefill and decode on two servers", same_bits=True, pair=True),
 )
-"""Every configuration that is offered on a CPU. `trained` can be shared by at most two ranks."""
+"""Every configuration that is offered on a CPU, but for `--enable-mixed-chunk`: SGLang mixes no batches of requests
+that ask for log-probabilities. `trained` can be shared by at most two ranks."""
 
 # GPU servers promise the same bits only under the flag, and have neither fp32 nor fewer quantisers. FP8 rows are the
 # default there. Hopper serves NVFP4 experts by Marlin's kernels only.

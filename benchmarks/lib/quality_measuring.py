@@ -50,6 +50,8 @@ from lib.servers import DidNotComeUpError
 
 TEXT_WINDOWS, TEXT_TOKENS = 2, 1024
 CONVERSATIONS = 6
+JUDGED = ("text", "chat", "decode")
+REFERENCE = "the reference in fp32"
 DECODED = 24
 DECODE_PROMPTS = (121, 250, 505, 1019)
 """Prompt tokens: answers cross the ends of groups of 4 and 128 tokens, and of pages."""
@@ -157,6 +159,22 @@ class Asked:
         starts = zip(self.tokens, self.start, strict=True)
         scores = [scores_of(r, tokens[start:]) for r, (tokens, start) in zip(rounded, starts, strict=True)]
         return row("plain", exact, scores)
+
+    def of_reference(self, references: References, quant: Quant) -> dict[str, float]:
+        """The reference's own perplexity, and by how many nats bf16 moves its log-probability of a token (root mean
+        square)."""
+        starts = list(zip(self.tokens, self.start, strict=True))
+        exact, rounded = (
+            torch.cat(
+                [
+                    scores_of(one, tokens[start:]).own.double()
+                    for one, (tokens, start) in zip(self._rows(references, quant, dtype), starts, strict=True)
+                ]
+            )
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        moved = float((exact - rounded).square().mean().sqrt())
+        return {"reference_perplexity": math.exp(-exact.mean()), "plain_moved": moved}
 
     def by_token(self, references: References, quant: Quant) -> dict[int, str]:
         """KL of each token that was judged, in nats and in order. The key is the number of tokens before the first."""
@@ -283,6 +301,15 @@ class Table:
         with self.start(configuration, self.references(configuration.checkpoint).checkpoint, place) as server:
             return asked_of(server.url, configuration, self.given, place)
 
+    def of_reference(self) -> dict[str, Any]:
+        """The first row: the perplexity of the reference with all quantisers, of texts and conversations."""
+        found: dict[str, Any] = {"name": REFERENCE, "contender": "reference", "checkpoint": "trained"}
+        references = self.references("trained")
+        for kind, sequences in (("text", self.given.texts), ("chat", self.given.chats)):
+            own = torch.cat([scores_of(references.logprobs(one, FULL), one).own.double() for one in sequences])
+            found[kind] = {"perplexity": math.exp(-own.mean()), "positions": len(own)}
+        return found
+
     def measure(self, configuration: Configuration, *, in_fp32: bool = True) -> dict[str, Any]:
         """A row of the table; with `in_fp32` also the figures without quantisers, where the configuration has them."""
         found = self.asked(configuration)
@@ -310,6 +337,8 @@ class Table:
                 "bound": bound_of(plain),
                 "to_trained": asked.row(kind, references, FULL).kl,
             }
+            if kind != "decode":  # the server chose the tokens of answers
+                result[kind] |= asked.of_reference(references, quant)
         result["decode"]["by_token"] = found["decode"].by_token(references, quant)
         if in_fp32 and configuration.in_fp32:
             exact = self.asked(configuration.without_quantisers())
@@ -333,44 +362,74 @@ def most_other_tokens(of_plain: float, positions: int) -> float:
     return 2 * share + 3 * math.sqrt(2 * share * (1 - share) / positions)
 
 
+def furthest_perplexity(kl_bound: float, plain_moved: float, positions: int) -> float:
+    """The largest |log(perplexity / the reference's)| that a server may have, in nats.
+
+    This is the mean over a text's tokens of log p - log q. Rounding adds numbers e to the logits, so that to second
+    order log p(x) - log q(x) = -e(x) + E_p[e] + Var_p[e] / 2. If e has the mean 0 for every token, the expectation of
+    this difference is the KL for every token x, likely or not: it may be as large as the bound of the KL. The mean over
+    the tokens varies, too: three standard deviations, of twice the variance that the reference in bf16 has, since KL is
+    half a variance. Tokens of a greedy answer have no such bound, because q chose them. How far both assumptions hold:
+    `docs/log/trained_model.md`.
+
+    Args:
+        kl_bound: of the mean KL.
+        plain_moved: root mean square of the difference, of the reference in bf16.
+        positions: that were judged.
+    """
+    return kl_bound + 3 * math.sqrt(2 / positions) * plain_moved
+
+
 def problems(measured: dict[str, Any]) -> list[str]:
     """The figures of a row of the table that are beyond their bounds, a line each."""
-    found = [
-        f"{measured['name']}: KL of {kind} {measured[kind]['kl']:.2e}, bound {measured[kind]['bound']:.2e}"
-        for kind in ("text", "chat", "decode")
-        if not measured[kind]["kl"] <= measured[kind]["bound"]
-    ]
-    for kind in ("text", "chat", "decode"):
+    name, found = measured["name"], []
+    if measured["contender"] == "reference":
+        return found
+    for kind in JUDGED:
         one = measured[kind]
+        if not one["kl"] <= one["bound"]:
+            found.append(f"{name}: KL of {kind} {one['kl']:.2e}, bound {one['bound']:.2e}")
         if "plain_agreement" in one:  # earlier files lack it
             other, most = 1 - one["agreement"], most_other_tokens(1 - one["plain_agreement"], one["positions"])
             if other > most:
+                found.append(f"{name}: {other:.2%} of {kind} have another likeliest token, at most {most:.2%}")
+        if "reference_perplexity" in one:  # as this
+            away = math.log(one["perplexity"] / one["reference_perplexity"])
+            furthest = furthest_perplexity(one["bound"], one["plain_moved"], one["positions"])
+            if not abs(away) <= furthest:
                 found.append(
-                    f"{measured['name']}: {other:.2%} of {kind} have another likeliest token, at most {most:.2%}"
+                    f"{name}: perplexity of {kind} {one['perplexity']:.2f}, the reference's "
+                    f"{one['reference_perplexity']:.2f}: {away:+.3f} nats, at most {furthest:.3f}"
                 )
     found += [
-        f"{measured['name']} in fp32 without quantisers: KL of {kind} {kl:.2e}, bound {FP32_BOUND:.2e}"
+        f"{name} in fp32 without quantisers: KL of {kind} {kl:.2e}, bound {FP32_BOUND:.2e}"
         for kind, kl in measured.get("fp32", {}).items()
         if kind != "bound" and not kl <= FP32_BOUND
     ]
     if measured["same_bits_promised"] and measured["same_bits"] < 1:
-        found.append(f"{measured['name']}: {measured['same_bits']:.2%} of the tokens have the promised bits")
+        found.append(f"{name}: {measured['same_bits']:.2%} of the tokens have the promised bits")
     return found
 
 
 @contextmanager
 def forked(configuration: Configuration, checkpoint: Path, folder: Path) -> Iterator[Any]:
-    """The server of a configuration, forked from a process that has imported SGLang: a CPU's servers start sooner.
+    """The server, or pair of servers, of a configuration, forked from a process that has imported SGLang, so that they
+    start sooner on a CPU.
 
     Raises:
         DidNotComeUpError: the server ended or was not ready in time.
     """
+    from serving.pair import one_address, running_pair
     from serving.server import running_server
 
     flags, env = configuration.server_flags(), configuration.environment(folder)
     with ExitStack() as stack:
         try:
-            server = stack.enter_context(running_server(checkpoint, folder / "log", *flags, env=env))
+            if configuration.pair:
+                pair = stack.enter_context(running_pair(checkpoint, folder, *flags, env=env))
+                server = stack.enter_context(one_address(pair))
+            else:
+                server = stack.enter_context(running_server(checkpoint, folder / "log", *flags, env=env))
         except AssertionError as error:
             raise DidNotComeUpError(str(error)) from error
         yield server

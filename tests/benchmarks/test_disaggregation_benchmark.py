@@ -14,8 +14,9 @@ import requests
 from bench_disaggregation import PairClient, engine
 from lib import transfer_rate
 from lib.transfer_engines import visible_gpus
-from serving import pd_trace
+from serving.answered_cases import Answer, Case
 from serving.pair import needs_nixl
+from serving.pd_trace import Trace
 
 
 class Refusing:
@@ -73,8 +74,8 @@ def test_a_prompt_arrives_as_it_was_sent(backend: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("is_dead", [False, True], ids=["no server has died", "a server has died"])
 def test_an_error_in_a_stream_is_an_outcome_of_the_trace(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error ended the trace where its client would have left; it is right only if a server has died."""
-    case = pd_trace.Case((5, 6), (("max_new_tokens", 4),))
-    trace = pd_trace.Trace(SimpleNamespace(router="http://router"), {case: pd_trace.Answer([1], [0.0], "length")}, 1)
+    case = Case((5, 6), (("max_new_tokens", 4),))
+    trace = Trace(SimpleNamespace(router="http://router"), {case: Answer([1], [0.0], "length")}, 1)
     trace._one_is_dead = is_dead
 
     class Stream(SimpleNamespace):

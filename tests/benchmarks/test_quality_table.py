@@ -38,15 +38,21 @@ def test_every_flag_is_sglangs() -> None:
         parsed = parser.parse_args(["--model-path", "x", *one.server_flags()])
         assert parsed.dtype == one.dtype and one.ranks in (1, parsed.tp_size), one.name
     assert len({one.name for one in (*ON_A_CPU, *ON_GPUS)}) == len(ON_A_CPU) + len(ON_GPUS)
+    assert not any(one.pair for one in ON_GPUS)  # `quality_table.from_command` starts one server
 
 
 def test_results_are_within_their_bounds() -> None:
     result = json.loads((ROOT / "benchmarks/results/quality_cpu.json").read_text())
-    assert [row["name"] for row in result["rows"]] == [one.name for one in ON_A_CPU]
+    reference, *rows = result["rows"]
+    assert reference["name"] == measuring.REFERENCE and [row["name"] for row in rows] == [one.name for one in ON_A_CPU]
+    for kind in ("text", "chat"):
+        assert reference[kind]["perplexity"] == rows[0][kind]["reference_perplexity"]
+        assert all("plain_moved" in row[kind] for row in rows)
     assert not [line for row in result["rows"] for line in measuring.problems(row)]
 
 
 WITHIN = {"kl": 1e-3, "bound": 2e-3, "to_trained": 2e-3}
+OF_40 = {**WITHIN, "reference_perplexity": 40.0, "plain_moved": 0.1}
 
 
 def measured(**changed: Any) -> dict[str, Any]:
@@ -68,13 +74,28 @@ def measured(**changed: Any) -> dict[str, Any]:
             {"text": {**WITHIN, "agreement": 0.7, "plain_agreement": 0.9, "positions": 10_000}},
             "30.00% of text have another likeliest token, at most 21.29%",
         ),
+        (
+            {"text": {**OF_40, "perplexity": 40.8, "positions": 1000}},
+            "perplexity of text 40.80, the reference's 40.00: +0.020 nats, at most 0.015",
+        ),
+        (
+            {"chat": {**OF_40, "perplexity": 39.2, "positions": 1000}},
+            "perplexity of chat 39.20, the reference's 40.00: -0.020 nats, at most 0.015",
+        ),
     ],
-    ids=["KL", "NaN", "fp32", "bits", "agreement"],
+    ids=["KL", "NaN", "fp32", "bits", "agreement", "a larger perplexity", "a smaller perplexity"],
 )
 def test_a_figure_beyond_its_bound_is_named(changed: dict[str, Any], problem: str) -> None:
     assert not measuring.problems(measured())
     (found,) = measuring.problems(measured(**changed))
     assert problem in found
+
+
+def test_perplexity_may_differ_by_chance() -> None:
+    """The mean over few tokens varies more."""
+    text = {**OF_40, "perplexity": 40.8}
+    assert not measuring.problems(measured(text=text | {"positions": 100}))
+    assert measuring.problems(measured(text=text | {"positions": 1000}))
 
 
 def test_agreement_may_differ_by_chance() -> None:
@@ -180,13 +201,21 @@ def test_the_command_of_a_gpu(
     status = quality_table.main(arguments, stand_in)
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     wanted = [one.name for one in ON_GPUS if one.ranks <= 2 and ("ours" in one.name or "Marlin" in one.name)]
-    assert list(rows) == wanted and ("builtin+marlin", None) in started and ("ours", "full") in started
+    assert (
+        list(rows) == [measuring.REFERENCE, *wanted]
+        and ("builtin+marlin", None) in started
+        and ("ours", "full") in started
+    )
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["configurations"] == len(wanted)
     beside = [line for line in last["beyond"] if "built-in" in line]
     assert bool(beside) == (better == "builtin") and status == int(bool(last["beyond"]))
     expected = 0 if better == "ours" else rows["ours"]["text"]["plain"]
     assert rows["ours"]["text"]["kl"] == pytest.approx(expected)
+    text = rows[measuring.REFERENCE]["text"]
+    assert text["perplexity"] == rows["ours"]["text"]["reference_perplexity"] and text["positions"] == 639
+    is_exact = rows["ours"]["text"]["perplexity"] == pytest.approx(text["perplexity"], rel=1e-6)
+    assert is_exact == (better == "ours")
     (by_token,) = rows["ours"]["decode"]["by_token"].items()
     assert by_token[0] == "121" and len(by_token[1].split()) == 2
     with pytest.raises(SystemExit):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,15 @@ def test_every_configuration_is_within_its_bounds(table: Table, configuration: C
     if table.first is None:
         table.first = table.asked(ON_A_CPU[0])
     assert not problems(table.measure(configuration))
+
+
+@pytest.mark.slow
+def test_the_reference_of_the_table_is_this_one(table: Table) -> None:
+    """Fp32 on another CPU adds in another order."""
+    rows = json.loads((TRAINED.parent / "benchmarks/results/quality_cpu.json").read_text())["rows"]
+    found = table.of_reference()
+    for kind in ("text", "chat"):
+        assert rows[0][kind] == pytest.approx(found[kind], rel=1e-4)
 
 
 # -- needles -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The same numbers through the whole server: HTTP, scheduler, chunked prefill, mixed batches, log-probabilities.
+"""The same numbers through the whole server: HTTP, scheduler, chunked prefill, log-probabilities.
 
 An fp32 checkpoint of the server's own preset, compared with transformers at every prompt and output position.
 """
@@ -42,7 +42,7 @@ def oracle(checkpoint: Path) -> TransformersOracle:
 def fp32_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("fp32-server") / "log"
     flags = ("--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "7", SLEEP_ON_IDLE)
-    # Mixed batches: decode steps of running requests join a prefill.
+    # Chunks leave room for decode steps, but SGLang mixes no requests that ask for log-probabilities, as all here do.
     with running_server(checkpoint, log, *flags, "--chunked-prefill-size", "256", "--enable-mixed-chunk") as server:
         yield server
 
@@ -94,7 +94,7 @@ def test_prompt_alone(fp32_server: Server, oracle: TransformersOracle, prompt: l
 
 @pytest.mark.slow
 def test_prompts_together(fp32_server: Server, oracle: TransformersOracle) -> None:
-    """All at once with seven running requests: waiting, mixed batches, reused slots and pages."""
+    """All at once with seven running requests: waiting, chunks beside decode steps, reused slots and pages."""
     with ThreadPoolExecutor(len(LENGTHS)) as pool:
         answers = list(pool.map(lambda prompt: generate(fp32_server, prompt), prompts()))
     for prompt, answer in zip(prompts(), answers, strict=True):

@@ -68,23 +68,33 @@ def test_it_answers_in_words(server: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boundary", [16_384, 32_768])
-def test_needles_around_long_boundaries(server: Server, boundary: int) -> None:
-    """Each length modulo 4 on both sides of a boundary, in tokens. The needle is near the beginning, so that all
-    prompts but the first find their prefix; up to 8,192 tokens `test_quality` has every length modulo 128."""
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(range(16_384 - 64, 16_384 + 64), id="16384-every-residue-modulo-128"),
+        pytest.param(range(32_768 - 4, 32_768 + 4), id="32768-every-residue-modulo-4"),
+    ],
+)
+def test_needles_around_long_boundaries(server: Server, lengths: range) -> None:
+    """Around 16,384 tokens every residue modulo 128 (HCA's groups), so 32 times each modulo 4 (CSA's), and the end of a
+    page; around 32,768 each residue modulo 4 on both sides. The needle is near the beginning, so that all prompts but
+    the first find their prefix. On two cores the 128 prompts took 155 s, the eight 60 s."""
     tokenizer = Tokenizer.from_file(str(TRAINED / "tokenizer.json"))
 
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    hay = ids(LICENCE) * (boundary // 2000)
+    hay = ids(LICENCE) * (lengths.stop // 2000)
     begin = [*ids(BOS + USER), *hay[:400], *ids("\nThe secret number of Anna is 48213.\n")]
     end = ids(f"\n\n{ANNA}{ASSISTANT}</think>")
-    for length in range(boundary - 4, boundary + 4):
+    wrong = {}
+    for length in lengths:
         prompt = begin + hay[400 : 400 + length - len(begin) - len(end)] + end
         assert len(prompt) == length
-        answer = generate(server.url, prompt, 16)
-        assert answer["text"].startswith("The secret number of Anna is 48213"), (length, answer["text"])
+        answer = generate(server.url, prompt, 16)["text"]
+        if not answer.startswith("The secret number of Anna is 48213"):
+            wrong[length] = answer
+    assert not wrong
 
 
 @pytest.mark.slow

@@ -382,17 +382,52 @@ def acceptance() -> str:
     return markdown(("item", "verdict", "summary"), rows)
 
 
+def questions() -> str:
+    """Right answers of the trained checkpoint without drafts: of each kind of question, the run with most questions."""
+    found: dict[str, tuple[int, int]] = {}
+    for run in load("train_tiny_questions")["runs"]:
+        if "tokens_a_verify_step" not in run:
+            for question, right in run["right"].items():
+                found[question] = max(found.get(question, (0, 0)), (run["count"], right))
+    return markdown(("question", "right"), ([name, f"{n} of {count}"] for name, (count, n) in found.items()))
+
+
+def accepted() -> str:
+    """Tokens of a verify step, and the answers that were right, of servers with drafts."""
+    runs = [run for run in load("train_tiny_questions")["runs"] if "tokens_a_verify_step" in run]
+    rows = (
+        [
+            run["server"].partition(",")[0],
+            f"{run['tokens_a_verify_step']:.2f}",
+            f"{sum(run['right'].values())} of {run['count'] * len(run['right'])}",
+        ]
+        for run in runs
+    )
+    return markdown(("drafts", "tokens of a verify step", "right answers"), rows)
+
+
 def quality() -> str:
-    """Perplexity, agreement and mean KL of each configuration on a CPU, each KL with its bound."""
+    """The reference's perplexity; of each configuration on a CPU perplexity beside the reference's of the same tokens,
+    agreement, and mean KL with its bound."""
 
     def rows() -> Iterator[list[str]]:
-        for row in load("quality_cpu")["rows"]:
+        reference, *configurations = load("quality_cpu")["rows"]
+        yield [reference["name"], f"{reference['text']['perplexity']:.2f}", f"{reference['chat']['perplexity']:.3f}"]
+        for row in configurations:
             exact = max((kl for kind, kl in row.get("fp32", {}).items() if kind != "bound"), default=None)
-            name, perplexity, *others = figures_of(row)
-            same = f"{100 * row['text']['agreement']:.1f} / {100 * row['text']['plain_agreement']:.1f}"
-            yield [name, perplexity, same, *others, "" if exact is None else f"{exact:.0e}"]
+            text, chat = row["text"], row["chat"]
+            name, _, *others = figures_of(row)
+            yield [
+                name,
+                f"{text['perplexity']:.2f} / {text['reference_perplexity']:.2f}",
+                f"{chat['perplexity']:.3f} / {chat['reference_perplexity']:.3f}",
+                f"{100 * text['agreement']:.1f} / {100 * text['plain_agreement']:.1f}",
+                *others,
+                "" if exact is None else f"{exact:.0e}",
+            ]
 
-    return markdown((*QUALITY_HEAD[:2], "same token, %", *QUALITY_HEAD[2:], "KL in fp32"), rows())
+    head = ("", "perplexity of text", "of chats", "same token, %", *QUALITY_HEAD[2:], "KL in fp32")
+    return markdown(head, (row + [""] * (len(head) - len(row)) for row in rows()))
 
 
 def quality_on_gpus() -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +56,10 @@ class Pair:
         self, input_ids: list[int], rid: str | None = None, **sampling_params: Any
     ) -> tuple[requests.Response, Future[requests.Response]]:
         """Send a request to both servers; return the decode server's response, and the prefill server's to come."""
-        body = self.body(input_ids, rid, **sampling_params)
+        return self.send(self.body(input_ids, rid, **sampling_params))
+
+    def send(self, body: dict[str, Any]) -> tuple[requests.Response, Future[requests.Response]]:
+        """The same for the body of a request."""
         at_prefill = self.answers.submit(requests.post, f"{self.prefill.url}/generate", json=body, timeout=300)
         return requests.post(f"{self.decode.url}/generate", json=body, timeout=300), at_prefill
 
@@ -61,11 +67,45 @@ class Pair:
         """Return a request in a new room."""
         sampling_params = {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True, **sampling_params}
         body = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "rid": rid}
-        return body | {
-            "bootstrap_host": HOST,
-            "bootstrap_port": self.bootstrap_port,
-            "bootstrap_room": next(_rooms),
-        }
+        return body | self.room()
+
+    def room(self) -> dict[str, Any]:
+        """Return the fields by which both servers know a request."""
+        return {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": next(_rooms)}
+
+
+class Address(NamedTuple):
+    url: str
+
+
+@contextmanager
+def one_address(pair: Pair) -> Iterator[Address]:
+    """Yield an address whose POST /generate is the pair's: the decode server's answer, with the prefill server's
+    log-probabilities of the prompt's tokens."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            return
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            response, at_prefill = pair.send(body | pair.room())
+            status, data = response.status_code, response.content
+            if status == 200:
+                prompt, result = at_prefill.result().json()["meta_info"], response.json()
+                result["meta_info"] |= {name: of for name, of in prompt.items() if name.startswith("input_")}
+                data = json.dumps(result).encode()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer((HOST, 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield Address(f"http://{HOST}:{server.server_address[1]}")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class Served(NamedTuple):

@@ -16,29 +16,25 @@ from __future__ import annotations
 
 import argparse
 import collections
-import itertools
 import json
 import math
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import requests
-from serving import held_resources
-from serving.pair import ENV, HOST, words_of
-from serving.server import READY_TIMEOUT_S, SLEEP_ON_IDLE, TAILS, Server, free_port, is_ready, start, stop, wait_until
+from serving.answered_cases import TIMEOUT_S, Answer, Case, answer_of, answered_cases
+from serving.pair import ENV
+from serving.routed_pair import FLAGS, Sides, server_at
+from serving.server import SLEEP_ON_IDLE, free_port, wait_until
 
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
 
@@ -47,15 +43,6 @@ SHAPE = replace(PRESETS["tiny"], compress_ratios=(4, 128), num_attention_heads=2
 SHAPE = replace(SHAPE, n_routed_experts=4, moe_intermediate_size=128)
 WITH_DSPARK = replace(SHAPE, compress_ratios=(0, 4, 128, 4), dspark_markov_rank=32, dspark_target_layer_ids=(0, 1, 2))
 """A DSPARK draft needs four layers."""
-FLAGS = ("--max-total-tokens", "6144", "--max-running-requests", "8", "--chunked-prefill-size", "512")
-DECODE = ("--disaggregation-decode-enable-radix-cache",)
-PATIENCE = {"SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "200"}
-PATIENCE |= {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "100"}
-# The router must find a server that has come back at once, and may not ask again for what a test has aborted. Checks of
-# a server's health are requests, too, which would be held in the end.
-ROUTER_FLAGS = ("--disable-circuit-breaker", "--disable-retries", "--health-check-interval-secs", "86400")
-ROUTER_FLAGS += ("--health-failure-threshold", "100000", "--policy", "round_robin", "--log-level", "warn")
-LENGTHS = (1, 2, 5, 40, *(end + by for end in (128, 256, 512, 768) for by in (-1, 0, 1)), 300, 900, 1030)
 LONG = "too long"
 REFUSED: dict[str, dict[str, Any]] = {
     "a token that is not in the vocabulary": {"input_ids": [5, 100_000]},
@@ -63,37 +50,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "two answers": {"sampling_params": {"n": 2, "max_new_tokens": 4}},
     "many log-probabilities": {"top_logprobs_num": 500},
 }
-TIMEOUT_S = 400
 AT_ONCE = 20
-
-
-class Case(NamedTuple):
-    """A prompt and how it is sampled."""
-
-    prompt: tuple[int, ...]
-    sampling: tuple[tuple[str, Any], ...]
-
-    def body(self, rid: str, stream: bool) -> dict[str, Any]:
-        sampling = {"temperature": 0, "ignore_eos": True, **dict(self.sampling)}
-        body = {"input_ids": list(self.prompt), "sampling_params": sampling, "return_logprob": True}
-        return {**body, "rid": rid, "stream": stream}
-
-
-class Answer(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-    reason: str  # why it has ended: length, stop, abort
-
-    def begins(self, whole: Answer) -> bool:
-        count = len(self.tokens)
-        return self.tokens == whole.tokens[:count] and self.logprobs == whole.logprobs[: len(self.logprobs)]
-
-
-def answer_of(result: dict[str, Any]) -> Answer:
-    meta = result["meta_info"]
-    # The router reads and writes numbers with an error in the last bit of 64; a server's have 32.
-    logprobs = [float(numpy.float32(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
-    return Answer(result["output_ids"], logprobs, (meta["finish_reason"] or {"type": "none"})["type"])
 
 
 @dataclass
@@ -113,124 +70,6 @@ class Report:
     @property
     def done(self) -> int:
         return sum(self.outcomes.values())
-
-
-# ---- cases
-
-
-def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(10, 990) for _ in range(count))
-
-
-def drawn_sampling(rng: random.Random, drafts: bool) -> tuple[tuple[str, Any], ...]:
-    """Draw parameters that one server and two answer alike: with drafts, a seed is refused."""
-    tokens = ("max_new_tokens", rng.choice((1, 2, 4, 8, 16)))
-    kind = rng.random()
-    if kind < 0.6 or (drafts and kind < 0.8):
-        return (tokens,)
-    if kind < 0.8:
-        return (tokens, ("temperature", 0.8), ("sampling_seed", rng.randrange(1000)))
-    if kind < 0.9:
-        return (tokens, ("frequency_penalty", 0.5), ("repetition_penalty", 1.1))
-    return (tokens, ("presence_penalty", 1.5))
-
-
-def ask(url: str, case: Case, rid: str) -> Answer:
-    response = requests.post(f"{url}/generate", json=case.body(rid, False), timeout=TIMEOUT_S)
-    assert response.status_code == 200, response.text
-    return answer_of(response.json())
-
-
-def answered_cases(
-    one: Server, rng: random.Random, singles: int, conversations: int, drafts: bool
-) -> dict[Case, Answer]:
-    """Return cases with the answers of one server: single prompts, and conversations of three turns, some of which stop
-    at a token that the answer has at a place from the first to the last."""
-
-    def answered(case: Case) -> Answer:
-        return ask(one.url, case, f"one-{random.random()}")
-
-    def single(seed: int) -> list[tuple[Case, Answer]]:
-        own = random.Random(seed)
-        case = Case(drawn(own, own.choice(LENGTHS)), drawn_sampling(own, drafts))
-        found = [(case, answered(case))]
-        if own.random() < 0.2:
-            case = case._replace(sampling=(*case.sampling, ("stop_token_ids", (own.choice(found[0][1].tokens),))))
-            found.append((case, answered(case)))
-        return found
-
-    def conversation(seed: int) -> list[tuple[Case, Answer]]:
-        own, found = random.Random(seed), []
-        prompt = drawn(own, own.choice((200, 300, 500)))
-        for _ in range(3):
-            case = Case(prompt, (("max_new_tokens", own.choice((20, 40, 80))),))
-            found.append((case, answered(case)))
-            prompt = (*prompt, *found[-1][1].tokens, *drawn(own, own.choice((5, 60, 150))))
-        return found
-
-    works = [single] * singles + [conversation] * conversations
-    rng.shuffle(works)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda work, seed: work(seed), works, range(len(works))))
-    return dict(itertools.chain(*found))
-
-
-# ---- servers
-
-
-@contextmanager
-def server_at(port: int, checkpoint: Path, log: Path, flags: tuple[str, ...], env: dict[str, str]) -> Iterator[Server]:
-    begin = time.monotonic()
-    process, _ = start(checkpoint, log, (*flags, "--port", str(port)), env, from_command=False)
-    try:
-        while not is_ready(port):
-            assert process.poll() is None and time.monotonic() - begin < READY_TIMEOUT_S, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield Server(port, log, process, time.monotonic() - begin)
-    finally:
-        stop(process)
-
-
-class Sides:
-    """The two servers, at ports that stay the same when a server is started again, and the router."""
-
-    def __init__(self, stack: ExitStack, checkpoint: Path, folder: Path, flags: tuple[str, ...]) -> None:
-        self._stack, self._checkpoint, self._folder, self._flags = stack, checkpoint, folder, flags
-        self._env = ENV | TAILS | PATIENCE | held_resources.install(folder / "held")
-        self._bootstrap, self._starts = free_port(), itertools.count()
-        self._ports = {"prefill": free_port(), "decode": free_port()}
-        self.servers: dict[str, Server] = {}
-        with ThreadPoolExecutor(2) as starting:
-            list(starting.map(self.start, self._ports))
-        self.router = self._start_router()
-
-    def start(self, side: str) -> None:
-        flags = (*words_of(side, self._bootstrap), *FLAGS, *self._flags, *(DECODE if side == "decode" else ()))
-        log = self._folder / f"{side}-{next(self._starts)}"
-        server = server_at(self._ports[side], self._checkpoint, log, flags, self._env)
-        self.servers[side] = self._stack.enter_context(server)
-
-    def kill(self, side: str) -> None:
-        """End all processes of a server at once, as an out-of-memory killer does."""
-        os.killpg(self.servers[side].process.pid, signal.SIGKILL)
-
-    def held(self) -> dict[str, dict[str, int]]:
-        """Return what each side holds for requests, by name."""
-        return {side: held_resources.counts(self._folder / "rooms", side) for side in self._ports}
-
-    def _start_router(self) -> str:
-        port, log = free_port(), (self._folder / "router").open("wb")
-        prefill, decode = (f"http://{HOST}:{port}" for port in self._ports.values())
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *ROUTER_FLAGS]
-        command += ["--prefill", prefill, str(self._bootstrap), "--decode", decode]
-        command += ["--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        self._stack.callback(stop, process)
-        wait_until(lambda: is_ready(port))
-        return f"http://{HOST}:{port}"
-
-
-# ---- the trace
 
 
 class Trace:
