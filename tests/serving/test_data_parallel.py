@@ -46,7 +46,7 @@ from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
 TOPOLOGIES = [(2, 2), (4, 2), (4, 4)]
 """Ranks of tensor parallelism, and groups of ranks."""
-KINDS_OF_ONE_TOPOLOGY = {"tiers-fp8": (2, 2), "tiers-EAGLE": (4, 2), "tiers-DSPARK": (4, 4)}
+KINDS_OF_ONE_TOPOLOGY = {"tiers-fp8": (2, 2), "tiers-EAGLE": (4, 2), "tiers-DSPARK": (2, 2)}
 
 
 class Served(NamedTuple):

@@ -232,7 +232,7 @@ def test_the_numbers_of_rooms_may_name_the_rank(checkpoint: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "kind"),
-    [("replicas", "1", "plain"), ("groups", "groups", "fp8"), ("groups", "groups", "DSPARK")],
+    [("replicas", "1", "plain"), ("groups", "groups", "fp8")],
 )
 def test_requests_that_a_pause_retracts_find_their_rank(prefill: str, decode: str, kind: str, tmp_path: Path) -> None:
     """The prefill server computes prompt and answer so far again, on the rank that the decode server waits for. Its
