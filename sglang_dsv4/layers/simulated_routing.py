@@ -49,7 +49,7 @@ def is_on() -> bool:
 
 
 class Deal:
-    """Which experts a row of a forward gets.
+    """The experts that a row of a forward gets.
 
     Args:
         num_experts: E.

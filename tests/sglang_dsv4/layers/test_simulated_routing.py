@@ -46,7 +46,7 @@ def test_without_the_variables_the_router_chooses(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("hashed", [False, True])
 def test_uniform_experts(hashed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many different experts as independent draws have; a token's experts differ, and its weights are scaled."""
+    """There are as many different experts as in independent draws; a token's differ, and its weights are scaled."""
     monkeypatch.setenv(UNIFORM, "1")
     set_parallel(monkeypatch)
     weights, experts = routed(64, hashed)
