@@ -144,13 +144,12 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tp", "stages"])
-def test_a_cable_that_is_cut(kind: str, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_cable_that_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """In the middle of a request. No packet arrives any more, and nobody says so: both nodes end after
     `--dist-timeout`, with a reason, and the client, whom the first node still reaches, gets an error."""
     write_checkpoint(tmp_path / "model", shape_for("plain", 4))
     seconds = 2 * TIMEOUT_S  # the nodes, each with its imports, also wait so long for each other's start
-    flags = (*FLAGS, *KINDS[kind], "--dist-timeout", str(seconds))
+    flags = (*FLAGS, *KINDS["tp"], "--dist-timeout", str(seconds))
     nodes = two_nodes(tmp_path / "model", tmp_path / "nodes", *flags, hosts=hosts)
     with nodes as (server, other), ThreadPoolExecutor(1) as pool:
         assert server.is_alive()
