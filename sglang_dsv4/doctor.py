@@ -5,6 +5,8 @@ python -m sglang_dsv4.doctor --versions                       versions of packag
 python -m sglang_dsv4.doctor MODEL [--tokens N] [--requests N] [--rows fp8|plain] [--hicache-ratio R | --hicache-size G]
                                                               the installation, and the memory plan of a checkpoint
 python -m sglang_dsv4.doctor MODEL --gpus N [--gpu-memory GB] the same, and the KV that fits on several GPUs
+python -m sglang_dsv4.doctor MODEL [--gpus N] [--draft-tokens N] [--decode-extra-slots N]
+                                                              the plans with drafts, or of a decode server
 python -m sglang_dsv4.doctor MODEL --stages N                 the memory plan of each stage of a pipeline instead
 python -m sglang_dsv4.doctor --url http://127.0.0.1:30000     the installation, and the state of a running server
 """
@@ -117,13 +119,24 @@ def config_of(model: Path) -> Config:
     return Config.from_hf(stated(json.loads((model / "config.json").read_text())))
 
 
-def geometry_of_checkpoint(model: Path, *, fp8: bool, stage: Stage | None = None) -> PoolGeometry:
-    """The pools' dimensions for a checkpoint on one rank, or for a stage of it, with FP8 rows (as on a GPU) or plain.
+def geometry_of_checkpoint(
+    model: Path, *, fp8: bool, stage: Stage | None = None, draft_tokens: int = 0, transfers: bool = False
+) -> PoolGeometry:
+    """The pools' dimensions for a checkpoint on one rank, or for a stage of it.
+
+    Args:
+        model: the checkpoint's folder.
+        fp8: FP8 rows, as on a GPU, or plain rows.
+        stage: of a pipeline.
+        draft_tokens: tokens of a verify step (`--speculative-num-draft-tokens`); 0 without speculation.
+        transfers: whether the pools are a prefill or decode server's.
 
     Raises:
-        OSError, ValueError: there is no config.json, or the model can't be served.
+        OSError, ValueError: there is no config.json, the model can't be served, or it has no draft.
     """
     config = config_of(model)
+    if draft_tokens and not config.num_draft_layers:
+        raise ValueError(f"{model} has no draft: leave out --draft-tokens")
     layers = range(config.num_hidden_layers) if stage is None else stage.layers
     return PoolGeometry(
         ratios=tuple(config.schedule.ratios[layers.start : layers.stop]),
@@ -132,6 +145,9 @@ def geometry_of_checkpoint(model: Path, *, fp8: bool, stage: Stage | None = None
         rope_dim=config.qk_rope_head_dim,
         index_dim=config.index_head_dim,
         window_tokens=config.sliding_window,
+        draft_tokens=draft_tokens,
+        draft_layers=config.num_draft_layers if draft_tokens else 0,
+        transfers=transfers,
         row_format=RowFormat.FP8 if fp8 else RowFormat.PLAIN,
         index_format=RowFormat.INDEX_FP4 if fp8 and config.qat.indexer_fp4 else RowFormat.PLAIN,
     )
@@ -157,8 +173,12 @@ def plan(
     hicache_ratio: float = 2.0,
     hicache_size: float = 0,
     stage: Stage | None = None,
+    draft_tokens: int = 0,
+    extra_slots: int | None = None,
 ) -> list[str]:
     """The lines on the memory plan of a checkpoint, or of a stage of it, and on the prefixes that fit into it.
+
+    `several_gpus` says what `draft_tokens` and `extra_slots` are. A decode server keeps no tails.
 
     Raises:
         ValueError: the config can't be served.
@@ -166,11 +186,11 @@ def plan(
     from sglang_dsv4.cache.pool_plan import PoolPlan, format_bytes
 
     fp8 = rows == "fp8"
-    geometry = geometry_of_checkpoint(model, fp8=fp8, stage=stage)
-    options = TailOptions.from_environment()
-    slots = options.slots_on_device(tokens, requests + 1)
-    plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, requests + 1, slots)
-    host = options.slots_on_host(slots, int(plan.bytes_per_tail))
+    decodes = extra_slots is not None
+    geometry = geometry_of_checkpoint(model, fp8=fp8, stage=stage, draft_tokens=draft_tokens, transfers=decodes)
+    options, request_slots = TailOptions.from_environment(), requests + (extra_slots or 0) + 1
+    slots = 0 if decodes else options.slots_on_device(tokens, request_slots)
+    plan = PoolPlan.of(geometry, tokens // FULL_PAGE_TOKENS * FULL_PAGE_TOKENS, request_slots, slots)
     lines = [plan.table()]
     if fp8:
         chunk, step = (format_bytes(_expert_workspace_bytes(model, tokens)) for tokens in (8192, 64))
@@ -180,6 +200,9 @@ def plan(
             f"with --moe-runner-backend dsv4 on one Hopper GPU: {chunk} for a chunk of 8,192 tokens, {step} for a "
             "decode step of 64 requests",
         ]
+    if decodes:
+        return lines
+    host = options.slots_on_host(slots, int(plan.bytes_per_tail))
     lines += [
         "",
         f"tails: one every {options.interval_tokens:,} prefilled tokens, {slots:,} on the device, "
@@ -228,7 +251,15 @@ def weights_of_stage(model: Path, stage: Stage) -> str:
     return f"{stage.name}: {held / 2**30:.1f} GiB of weights (wo_a in FP8), divided by --tp-size"
 
 
-def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: str) -> list[str]:
+def several_gpus(
+    model: Path,
+    gpus: int,
+    gigabytes: float,
+    requests: int,
+    rows: str,
+    draft_tokens: int = 0,
+    extra_slots: int | None = None,
+) -> list[str]:
     """The lines on the KV that fits on several GPUs, by the number of groups of attention data parallelism.
 
     Args:
@@ -237,28 +268,36 @@ def several_gpus(model: Path, gpus: int, gigabytes: float, requests: int, rows: 
         gigabytes: memory of a GPU as in its name, 2**30 bytes. A driver keeps a hundredth for itself.
         requests: running requests of all groups.
         rows: "fp8" or "plain".
+        draft_tokens: tokens of a verify step, with the rings and the weights of the checkpoint's draft; 0 without
+            speculation.
+        extra_slots: request slots of each group of a decode server for requests in transfer; None for a server that
+            has the whole request.
 
     Raises:
-        ValueError: the config can't be served.
+        ValueError: the config can't be served, or the checkpoint has no draft.
     """
     from sglang_dsv4.cache.pool_plan import largest_plan
 
-    config = config_of(model)
-    geometry, options = geometry_of_checkpoint(model, fp8=rows == "fp8"), TailOptions.from_environment()
+    config, decodes, options = config_of(model), extra_slots is not None, TailOptions.from_environment()
+    geometry = geometry_of_checkpoint(model, fp8=rows == "fp8", draft_tokens=draft_tokens, transfers=decodes)
+    tails = (lambda tokens, slots: 0) if decodes else options.slots_on_device
+    drafts = f", {draft_tokens} tokens a verify step" if draft_tokens else ""
+    extra = f", {extra_slots} slots a group for requests in transfer" if decodes else ""
     lines = [
         f"{gpus} GPUs of {gigabytes:g} GB, {MEMORY_SHARE:g} of it for weights and KV (--mem-fraction-static), "
-        f"{requests} requests; wo_a in FP8:",
+        f"{requests} requests{extra}{drafts}; wo_a in FP8:",
         f"{'--attn-dp-size':>14} {'GPUs a group':>13} {'weights a GPU':>14} {'KV a GPU':>10} {'tokens in all':>14}",
     ]
     topologies = rank_bytes.topologies(config, gpus)
     if not topologies:
         return [f"{gpus} GPUs can't serve the model: {Topology(gpus).problem(config)}"]
     for topology in topologies:
-        weights = rank_bytes.bytes_of_a_rank(config, topology, "fp8")
-        slots, left = -(-requests // topology.groups) + 1, gigabytes * 2**30 * MEMORY_SHARE - weights
+        weights = rank_bytes.bytes_of_a_rank(config, topology, "fp8", draft=draft_tokens > 0)
+        slots = -(-requests // topology.groups) + (extra_slots or 0) + 1
+        left = gigabytes * 2**30 * MEMORY_SHARE - weights
         head = f"{topology.groups:>14} {topology.group_size:>13} {weights / 2**30:>10.1f} GiB"
         try:
-            plan = largest_plan(geometry, int(left), lambda _, slots=slots: slots, options.slots_on_device)
+            plan = largest_plan(geometry, int(left), lambda _, slots=slots: slots, tails)
             lines.append(f"{head} {left / 2**30:>6.1f} GiB {plan.full_tokens * topology.groups:>14,}")
         except ValueError:
             lines.append(f"{head} {left / 2**30:>6.1f} GiB {'do not fit':>14}")
@@ -317,6 +356,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=count, help="ranks that share the model (--tp-size): the plan by --attn-dp-size")
     parser.add_argument("--gpu-memory", type=size, default=141, help="GB of a GPU as in its name, with --gpus")
+    parser.add_argument(
+        "--draft-tokens", type=at_least(2, int), default=0, help="with drafts (--speculative-num-draft-tokens)"
+    )
+    parser.add_argument(
+        "--decode-extra-slots",
+        type=at_least(0, int),
+        help="the plan of a decode server, with so many slots for requests in transfer "
+        "(--disaggregation-decode-extra-slots)",
+    )
     parser.add_argument("--stages", type=count, default=1, help="stages of a pipeline (--pp-size): the plan of each")
     parser.add_argument("--url", help="a running server")
     parser.add_argument("--versions", action="store_true", help="print versions alone, for a bug report")
@@ -324,18 +372,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.versions:
         print("\n".join(versions()))
         return 0
+    if chosen.stages > 1 and (chosen.draft_tokens or chosen.decode_extra_slots is not None):
+        parser.error("--stages: neither a server that drafts nor a decode server has stages")
     print("\n".join(installation()))
     try:
         if chosen.model is not None:
             sizes = (chosen.tokens, chosen.requests, chosen.rows, chosen.hicache_ratio, chosen.hicache_size)
+            further = {"draft_tokens": chosen.draft_tokens, "extra_slots": chosen.decode_extra_slots}
             if chosen.stages == 1:
-                print("\n" + "\n".join(plan(chosen.model, *sizes)))
+                print("\n" + "\n".join(plan(chosen.model, *sizes, **further)))
             for stage in stages_of_checkpoint(chosen.model, chosen.stages) if chosen.stages > 1 else ():
                 lines = [weights_of_stage(chosen.model, stage), *plan(chosen.model, *sizes, stage)]
                 print("\n" + "\n".join(lines))
             if chosen.gpus is not None:
                 shape = (chosen.gpus, chosen.gpu_memory, chosen.requests, chosen.rows)
-                print("\n" + "\n".join(several_gpus(chosen.model, *shape)))
+                print("\n" + "\n".join(several_gpus(chosen.model, *shape, **further)))
         if chosen.url is not None:
             print("\n" + "\n".join(server(chosen.url.rstrip("/"))))
     except (OSError, ValueError) as error:

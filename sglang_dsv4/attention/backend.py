@@ -247,8 +247,9 @@ class Dsv4AttentionBackend(SnapshotAttentionBackend):
         if lengths is None:
             assert not new, "SGLang knows the lengths of decoding requests on the host"
             return self.tails.before_forward(HostBatch(slots, batch.seq_lens, [k] * len(slots), is_prefill=False))
+        # A group's padding requests, which have the null slot, have none of DSpark's committed lengths.
         begins = [length - new for length in lengths[: len(slots)].tolist()]
-        return self.tails.before_forward(HostBatch(slots, begins, [k] * len(slots), is_prefill=False))
+        return self.tails.before_forward(HostBatch(slots[: len(begins)], begins, [k] * len(begins), is_prefill=False))
 
     def _num_pages(self, batch: ForwardBatch) -> int:
         """Columns of an eager batch's page table: enough for its longest request, or all if lengths are unknown."""

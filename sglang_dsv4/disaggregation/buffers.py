@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_dsv4.cache.kv_pool import Dsv4KVPool
 from sglang_dsv4.seam.install import set_attribute
+from sglang_dsv4.seam.live import live_parts
 from sglang_dsv4.seam.rows.disaggregation import CARRIES_REASON
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 
 def list_rings(
@@ -43,6 +45,17 @@ def list_rings(
     kv_args.mla_compression_ratios = None  # needed only where a pipeline's stages hold different layers
     for pool in filter(None, (token_to_kv_pool, draft_token_to_kv_pool)):
         append_state_component(kv_args, StateType.REQUEST_ROW, *pool.ring_buf_infos())
+
+
+def count_rings_once(
+    original: Callable[..., None], sender: CommonKVSender, kv_indices: Any, state_indices: list[Any] | None
+) -> None:
+    """Record what a sender has sent, for its metrics; around SGLang's method.
+
+    SGLang multiplies the request slots of all components by the bytes of all components: with a draft it counted the
+    rings of both twice. Each component sends the one slot of its request, so the first component's slot is enough.
+    """
+    original(sender, kv_indices, state_indices[:1] if live_parts() is not None and state_indices else state_indices)
 
 
 def with_reason(before: bool, manager: type) -> bool:

@@ -108,7 +108,7 @@ def _layers(config: Config, layers: range) -> Iterator[TensorSpec]:
 
 def _draft_names(config: Config) -> frozenset[str]:
     """Names of all tensors of the checkpoint's draft, MTP or DSpark, with their scales."""
-    return _names_with_scales(config, (mtp_tensors if config.dspark is None else dspark_tensors)(config).specs.values())
+    return _names_with_scales(config, draft_tensors(config).specs.values())
 
 
 def _names_with_scales(config: Config, specs: Iterable[TensorSpec]) -> frozenset[str]:
@@ -118,6 +118,11 @@ def _names_with_scales(config: Config, specs: Iterable[TensorSpec]) -> frozenset
     if config.nvfp4_experts:  # some exports store the draft's experts in NVFP4, too
         names.update(name for spec in specs if spec.format is Format.EXPERT for name in nvfp4.scale_names(spec.name))
     return frozenset(names)
+
+
+def draft_tensors(config: Config) -> TensorTable:
+    """The tensors of the checkpoint's draft, MTP or DSpark."""
+    return mtp_tensors(config) if config.dspark is None else dspark_tensors(config)
 
 
 def dspark_tensors(config: Config) -> TensorTable:

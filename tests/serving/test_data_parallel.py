@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as with_fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,21 +22,23 @@ import msgspec
 import pytest
 import requests
 import zmq
-from serving import replayed_graphs
+from serving import held_resources, replayed_graphs
 from serving.groups import (
     KINDS,
+    LONG,
     QUESTIONS,
     Question,
     at_once,
     bits,
     environment,
     group_flags,
+    has_tiers,
     is_crowded,
     questions,
     shape_for,
     some,
 )
-from serving.server import TAILS, Server, flush, free_port, running_server, wait_for_files
+from serving.server import TAILS, Server, account, flush, free_port, running_server, wait_for_files, wait_until
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
@@ -41,6 +46,7 @@ from sglang_dsv4.cpu.random_checkpoint import write_checkpoint
 
 TOPOLOGIES = [(2, 2), (4, 2), (4, 4)]
 """Ranks of tensor parallelism, and groups of ranks."""
+KINDS_OF_ONE_TOPOLOGY = {"tiers-fp8": (2, 2), "tiers-EAGLE": (4, 2), "tiers-DSPARK": (2, 2)}
 
 
 class Served(NamedTuple):
@@ -48,6 +54,7 @@ class Served(NamedTuple):
     groups: int
     kind: str
     files: Path  # of the tiers
+    held: Path  # folder of `held_resources`
     events_port: int  # of group 0's cache events
 
 
@@ -57,7 +64,7 @@ def served() -> list[Any]:
         pytest.param((ranks, groups, kind), id=f"tp{ranks}-dp{groups}-{kind}", marks=pytest.mark.slow)
         for ranks, groups in TOPOLOGIES
         for kind in KINDS
-        if kind != "DSPARK" or ranks == groups
+        if (kind != "DSPARK" or ranks == groups) and KINDS_OF_ONE_TOPOLOGY.get(kind) in (None, (ranks, groups))
     ]
 
 
@@ -67,11 +74,12 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("groups")
     write_checkpoint(folder / "model", shape_for(kind, ranks))
     env = TAILS | {FOLDER_VARIABLE: str(folder / "files")} | environment(kind)
+    env |= held_resources.install(folder / "held")
     port = consecutive_free_ports(groups)
     events = ("--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"}))
     flags = (*group_flags(kind, ranks, groups), *events)
     with running_server(folder / "model", folder / "log", *flags, env=env) as server:
-        yield Served(server, groups, kind, folder / "files", port)
+        yield Served(server, groups, kind, folder / "files", folder / "held", port)
 
 
 def consecutive_free_ports(count: int) -> int:
@@ -125,7 +133,7 @@ def test_busy_answers_are_those_of_alone_on_every_group(running: Served) -> None
     asked = (asked[::2] + asked[1::2]) * (2 if crowded else 1)
     busy = at_once(server, [(asked_of_all[i], g) for i, g in asked])
     assert [bits(answer) for answer in busy] == [alone[one] for one in asked]
-    assert running.kind == "tiers" or crowded or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
+    assert has_tiers(running.kind) or crowded or not any(answer["meta_info"]["cached_tokens"] for answer in busy)
     hits = at_once(server, [(asked_of_all[2], g) for g in range(groups)])
     assert [bits(answer) for answer in hits] == [alone[2, g] for g in range(groups)]
     cached = [answer["meta_info"]["cached_tokens"] for answer in hits]
@@ -147,7 +155,7 @@ def test_a_flush_empties_all_groups_or_none(running: Served) -> None:
     thread.join(60)
     assert not thread.is_alive(), "the abort did not end the request"
     flush(server)
-    assert kept.ask(server, 0)["meta_info"]["cached_tokens"] in ((0, 512) if running.kind == "tiers" else (0,))
+    assert kept.ask(server, 0)["meta_info"]["cached_tokens"] in ((0, 512) if has_tiers(running.kind) else (0,))
 
 
 @pytest.mark.parametrize("wrong", ["too large", -1, "one", 1.5, True])
@@ -198,17 +206,73 @@ def test_cache_events_come_from_the_group_that_has_the_prefix(running: Served) -
     assert not any(isinstance(event, BlockStored) for group in range(last) for event in events[group])
 
 
-def test_files_of_one_group_are_every_groups(running: Served) -> None:
-    if running.kind != "tiers":
-        pytest.skip("without files")
-    server, question = running.server, Question(tuple(some(30, 1100)), 4)
-    cold = question.ask(server, 0)
+def test_prefixes_in_host_memory_and_files_are_found_by_groups(running: Served) -> None:
+    """A group's host memory is its own: it finds the prefix there after other requests filled its pool. All groups find
+    the files of one of them."""
+    if not has_tiers(running.kind):
+        pytest.skip("without host memory and files")
+    server = running.server
+    flush(server)
+    cold = bits(LONG.ask(server, 0))
+    for seed in range(60, 68):
+        Question(tuple(some(seed, 900)), 2).ask(server, 0)
+    assert pages_from(server, 0, cold) == {"host": 1024}
     wait_for_files(running.files)
     flush(server)
     for group in reversed(range(running.groups)):
-        again = question.ask(server, group)
-        assert bits(again) == bits(cold)
-        assert again["meta_info"]["cached_tokens"] == 1024, group
+        assert pages_from(server, group, cold) == {"storage": 1024}, group
+
+
+def pages_from(server: Server, group: int, cold: tuple[list[int], list[float]]) -> dict[str, int]:
+    """Return where the pages of the long question's hit in a group were; its bits must be those of a cold answer."""
+    answer = LONG.ask(server, group)
+    assert bits(answer) == cold and answer["meta_info"]["cached_tokens"] == 1024, account(answer)
+    return account(answer)["pages_from"]
+
+
+def test_a_storm_of_aborts_leaves_nothing_held(running: Served) -> None:
+    """Requests end at any moment: while they wait, are read from files, compute, decode, or were retracted. Others get
+    their slots, pages and tails, and have their bits; afterwards no rank holds anything for a request."""
+    if running.kind in ("deterministic", "EAGLE", "DSPARK"):
+        pytest.skip("with tiers and retractions in other kinds")
+    server, rng = running.server, random.Random(5)
+    prefixes = [some(700 + i, 256 * (1 + i % 4)) for i in range(8)]  # of all groups, and more than a pool holds
+    asked = [Question(tuple(prefixes[i % 8] + some(800 + i, 5 + 13 * i)), 20) for i in range(48)]
+    asked = [with_fields(one, logprobs=running.kind != "crowded") for one in asked]
+    aborted = {i: 0.2 + 3 * rng.random() for i in range(len(asked)) if i % 3}
+    flush(server)
+    expected = {i: bits(asked[i].ask(server, None)) for i in range(len(asked)) if i not in aborted}
+    flush(server)
+    ends = []
+
+    def ask(i: int) -> None:
+        if i not in aborted:
+            assert bits(asked[i].ask(server, i % running.groups)) == expected[i], i
+            return
+        body = _streamed(server, with_fields(asked[i], new=400), i % running.groups)
+        timer = threading.Timer(aborted[i], requests.post, (f"{server.url}/abort_request", None, {"rid": f"storm {i}"}))
+        timer.start()
+        body["json"]["rid"] = f"storm {i}"
+        if i % 3 == 1:
+            body["timeout"] = aborted[i]  # the client disconnects
+        try:
+            ends.append(requests.post(**body).json()["meta_info"]["finish_reason"]["type"])
+        except requests.RequestException:
+            pass
+        timer.join()
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(ask, range(len(asked))))
+    assert ends.count("abort") > 5, ends
+    held: dict[str, int] = {}
+
+    def is_free() -> bool:
+        held.update(held_resources.counts(running.held, held_resources.WHOLE))
+        return not any(held.values())
+
+    wait_until(is_free, 30)
+    assert held.keys() >= {"request_slots", "pages", "tails", "protected_tokens"}
+    assert server.is_alive() and "Traceback" not in server.log
 
 
 def test_weights_are_exchanged_on_all_groups_or_on_none(running: Served) -> None:

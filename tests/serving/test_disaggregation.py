@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -41,8 +42,11 @@ from serving.server import (
 from serving.speculation import ALGORITHMS, HOST_TIERS, drafting_flags
 from serving.trainer import Trainer
 
+from sglang_dsv4 import doctor
+from sglang_dsv4.cache.pool_plan import PACKED_PAGES, PoolPlan
 from sglang_dsv4.cache.record_files import FOLDER_VARIABLE
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, write_checkpoint
+from sglang_dsv4.model_config.layer_kinds import FULL_PAGE_TOKENS
 
 pytestmark = pytest.mark.slow
 
@@ -288,7 +292,59 @@ def test_make_serve_pd_answers_a_chat(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_transfers_are_counted(served: Served) -> None:
-    served.pair.generate(some(77, 300))
-    metrics = requests.get(f"{served.pair.prefill.url}/metrics", timeout=60).text
-    for name in ("kv_transfer_latency_ms", "kv_transfer_speed_gb_s", "kv_transfer_total_mb"):
-        assert f"sglang:{name}" in metrics, name
+    """Bytes, time and speed of each transfer: pages that the decode server lacks, and the rings of one request slot, a
+    draft's too, which SGLang counted once for the target and once more for the draft."""
+    page, rings = bytes_of_transfer(served)
+    flush_all(served)
+    for pages in (3, 1):  # the second time the decode server has two of three
+        before, begin = transfers(served.pair.prefill), time.monotonic()
+        served.pair.generate(some(77, 600))
+        wait_until(lambda before=before: transfers(served.pair.prefill)["total_mb"][0] > before["total_mb"][0])
+        elapsed_ms, after = 1000 * (time.monotonic() - begin), transfers(served.pair.prefill)
+        (count, megabytes), (_, latency_ms), (_, speed) = (
+            [now - then for now, then in zip(after[name], before[name], strict=True)] for name in after
+        )
+        assert count == 1 and megabytes * 2**20 == pytest.approx(pages * page + rings, abs=1), (pages, page, rings)
+        assert 0 < latency_ms < elapsed_ms
+        assert speed == pytest.approx(megabytes / 2**10 / (latency_ms / 1000), rel=1e-6)
+
+
+def bytes_of_transfer(served: Served) -> tuple[float, float]:
+    """Return the bytes of a page and of a request slot's rings, by the plan of the pools."""
+    fp8, drafts = served.kind.endswith("fp8"), draft_tokens(served.kind)
+    geometry = doctor.geometry_of_checkpoint(model_of(served.one), fp8=fp8, draft_tokens=drafts, transfers=True)
+    plan = PoolPlan.of(geometry, 6144, 9)
+    packed = any(pool.name == PACKED_PAGES for pool in plan.pools)
+    travel = [pool for pool in plan.pools if pool.per == "token" and not (packed and pool.name == "HCA entries")]
+    return FULL_PAGE_TOKENS * sum(pool.bytes_per_unit for pool in travel), plan.bytes_per_request
+
+
+def model_of(server: Server) -> Path:
+    return Path(requests.get(f"{server.url}/model_info", timeout=60).json()["model_path"])
+
+
+def draft_tokens(kind: str) -> int:
+    """Return the tokens of a verify step; 0 without drafts."""
+    drafting = algorithm(kind)
+    return ALGORITHMS[drafting][1] + 1 if drafting else 0
+
+
+def test_the_doctor_plans_what_the_decode_server_allocates(served: Served) -> None:
+    """Rings of a draft and of requests in transfer, packed pages; for 8 requests SGLang adds twice as many slots."""
+    rows = "fp8" if served.kind.endswith("fp8") else "plain"
+    drafts = draft_tokens(served.kind)
+    (table, *_) = doctor.plan(model_of(served.one), 6144, 8, rows, draft_tokens=drafts, extra_slots=16)
+    assert "6,144 tokens" in table and "24 requests" in table
+    assert table in served.pair.decode.log
+
+
+def transfers(server: Server) -> dict[str, tuple[float, float]]:
+    """Return number and sum of the samples of each histogram, over its labels."""
+    lines, found = requests.get(f"{server.url}/metrics", timeout=60).text.splitlines(), {}
+    for name in ("total_mb", "latency_ms", "speed_gb_s"):
+        samples = [
+            [float(line.split()[-1]) for line in lines if line.startswith(f"sglang:kv_transfer_{name}_{part}")]
+            for part in ("count", "sum")
+        ]
+        found[name] = (sum(samples[0]), sum(samples[1]))
+    return found

@@ -218,7 +218,7 @@ def test_a_dead_peer_is_an_error_and_then_another_serves(
     """The requests end with an error, the other server loses nothing, and serves with a new peer."""
     prompts = [some(seed, length) for seed, length in enumerate((1030, 700, 300, 40))]
     expected = expected_of(checkpoint, tmp_path / "one", prompts, 12)
-    flags = (*FLAGS, *transport)
+    flags = (*FLAGS, *transport, "--enable-metrics")
     with running_pair(checkpoint, tmp_path, *flags, env=HEARTBEATS) as pair:
         assert bits(pair.generate(prompts[3], max_new_tokens=12)) == expected[3]
         dead = getattr(pair, side)
@@ -241,6 +241,8 @@ def test_a_dead_peer_is_an_error_and_then_another_serves(
         if side == "prefill":  # a request that was transferred before goes on without it
             failed = [result for result in results if result.status_code != 200]
             assert all(result.status_code == 500 and "error" in result.text for result in failed)
+            counters = [f"num_{phase}_failed_reqs_total" for phase in ("bootstrap", "transfer")]
+            assert sum(counted(pair.decode, name) for name in counters) == len(failed) > 0
         else:
             assert all(isinstance(result, requests.RequestException) for result in results)
         survivor = pair.decode if side == "prefill" else pair.prefill

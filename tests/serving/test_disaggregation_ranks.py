@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import requests
-from serving import oracle_drafts, transfer_rooms
+from serving import held_resources, oracle_drafts
 from serving.groups import RETRACTING
 from serving.pair import Pair, running_pair
 from serving.server import (
@@ -230,16 +230,22 @@ def test_the_numbers_of_rooms_may_name_the_rank(checkpoint: Path, tmp_path: Path
     assert found in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
-def test_requests_that_a_pause_retracts_find_their_rank(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kind"),
+    [("replicas", "1", "plain"), ("groups", "groups", "fp8")],
+)
+def test_requests_that_a_pause_retracts_find_their_rank(prefill: str, decode: str, kind: str, tmp_path: Path) -> None:
     """The prefill server computes prompt and answer so far again, on the rank that the decode server waits for. Its
     bootstrap server has forgotten the rank by then, and the requests waited for it without an end."""
     env = {"SGLANG_DISAGGREGATION_BOOTSTRAP_ENTRY_CLEANUP_INTERVAL": "1", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30"}
+    env |= {VARIABLE: "exchange"} | held_resources.install(tmp_path / "held")
+    model, flags = write_model(tmp_path / "model", kind), (*FLAGS, *KINDS[kind])
     prompts, tokens = [some(("paused", i), 40 + 30 * i) for i in range(6)], 600
-    with running_server(checkpoint, tmp_path / "one", *FLAGS, *CHUNK, SLEEP_ON_IDLE) as one:
+    with running_server(model, tmp_path / "one", *flags, *CHUNK, SLEEP_ON_IDLE) as one:
         expected = [bits(one.generate(prompt, max_new_tokens=tokens)) for prompt in prompts]
-    sides = {"prefill": SIDES["replicas"], "decode": (*CHUNK, *RADIX)}
+    sides = {"prefill": SIDES[prefill], "decode": (*SIDES[decode], *RADIX)}
     with (
-        running_pair(checkpoint, tmp_path, *FLAGS, **sides, env=env) as pair,
+        running_pair(model, tmp_path, *flags, **sides, env=env) as pair,
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         under_way = [pool.submit(pair.post, prompt, max_new_tokens=tokens) for prompt in prompts]
@@ -251,6 +257,8 @@ def test_requests_that_a_pause_retracts_find_their_rank(checkpoint: Path, tmp_pa
         assert all(answer.status_code == 200 for answer in answers), [answer.text[:300] for answer in answers]
         assert [bits(answer.json()) for answer in answers] == expected
         assert all(answer.json()["meta_info"]["num_retractions"] for answer in answers)
+        assert decode == "1" or ranks_of([answer.json() for answer in answers]) == {0, 1}
+        assert_nothing_is_held(tmp_path / "held")
 
 
 def decoding(server: Server) -> int:
@@ -343,7 +351,7 @@ def test_retracted_requests_go_on_in_their_rank(tmp_path: Path, decode: str, kin
         expected = [bits(one.generate(prompt, max_new_tokens=60)) for prompt in prompts]
     sides = {"prefill": SIDES["groups"], "decode": (*SIDES[decode], *radix)}
     sides["decode"] += ("--disaggregation-decode-extra-slots", "4", "--disaggregation-decode-polling-interval", "2")
-    env = TAILS | {VARIABLE: "exchange"} | RETRACTING | transfer_rooms.install(tmp_path / "rooms")
+    env = TAILS | {VARIABLE: "exchange"} | RETRACTING | held_resources.install(tmp_path / "held")
     with (
         running_pair(model, tmp_path, *flags, **sides, env=env) as pair,
         ThreadPoolExecutor(len(prompts)) as pool,
@@ -353,7 +361,7 @@ def test_retracted_requests_go_on_in_their_rank(tmp_path: Path, decode: str, kin
         assert ranks_of(answers) == {0, 1}
         retracting = re.findall(r"DP(\d).*#retracted_reqs: [1-9]", pair.decode.log)
         assert set(retracting) == {"0", "1"}, "each rank has retracted a request"
-        assert_nothing_is_held(tmp_path / "rooms")
+        assert_nothing_is_held(tmp_path / "held")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +378,7 @@ def test_aborted_requests_leave_nothing_on_any_rank(tmp_path: Path, prefill: str
     flags = (*FLAGS, *KINDS[kind])
     with running_server(model, tmp_path / "one", *flags, *CHUNK, SLEEP_ON_IDLE, env=TAILS) as one:
         expected = {i: bits(one.generate(prompts[i], max_new_tokens=24)) for i in kept}
-    env = TAILS | {VARIABLE: "exchange"} | transfer_rooms.install(tmp_path / "rooms")
+    env = TAILS | {VARIABLE: "exchange"} | held_resources.install(tmp_path / "held")
     sides = {"prefill": SIDES[prefill], "decode": (*SIDES[decode], *RADIX)}
     with running_pair(model, tmp_path, *flags, **sides, env=env) as pair:
 
@@ -390,7 +398,7 @@ def test_aborted_requests_leave_nothing_on_any_rank(tmp_path: Path, prefill: str
             answers = list(pool.map(ask, range(len(prompts))))
         assert {i: bits(answers[i]) for i in kept} == expected
         assert ranks_of([answers[i] for i in kept]) == {0, 1}
-        assert_nothing_is_held(tmp_path / "rooms")
+        assert_nothing_is_held(tmp_path / "held")
         assert bits(pair.generate(prompts[kept[0]], max_new_tokens=24)) == expected[kept[0]]
 
 
@@ -402,7 +410,7 @@ def test_retracted_requests_of_groups_of_two_ranks_go_on(tmp_path: Path) -> None
     flags = (*FLAGS, *TWO_GROUPS_OF_TWO, "--enable-deterministic-inference", "--num-reserved-decode-tokens", "256")
     with running_server(tmp_path / "model", tmp_path / "one", *flags, SLEEP_ON_IDLE, env=TAILS) as one:
         expected = [bits(one.generate(prompt, max_new_tokens=40)) for prompt in prompts]
-    env = TAILS | RETRACTING | transfer_rooms.install(tmp_path / "rooms")
+    env = TAILS | RETRACTING | held_resources.install(tmp_path / "held")
     with (
         running_pair(tmp_path / "model", tmp_path, *flags, decode=RADIX, env=env) as pair,
         ThreadPoolExecutor(len(prompts)) as pool,
@@ -410,7 +418,7 @@ def test_retracted_requests_of_groups_of_two_ranks_go_on(tmp_path: Path) -> None
         answers = list(pool.map(lambda prompt: bits(pair.generate(prompt, max_new_tokens=40)), prompts))
         assert answers == expected
         assert re.search("#retracted_reqs: [1-9]", pair.decode.log)
-        assert_nothing_is_held(tmp_path / "rooms")
+        assert_nothing_is_held(tmp_path / "held")
 
 
 def assert_nothing_is_held(folder: Path) -> None:
@@ -418,7 +426,7 @@ def assert_nothing_is_held(folder: Path) -> None:
     held: dict[str, dict[str, int]] = {}
 
     def is_free() -> bool:
-        held.update({side: transfer_rooms.counts(folder, side) for side in ("prefill", "decode")})
+        held.update({side: held_resources.counts(folder, side) for side in ("prefill", "decode")})
         return not any(amount for side in held.values() for amount in side.values())
 
     try:

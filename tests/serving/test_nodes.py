@@ -1,4 +1,4 @@
-"""Two nodes, two launches on this machine: tiers on a shared folder, and a node that dies, or stops answering."""
+"""Two nodes, two launches on this machine: tiers on a shared folder; a node that dies, hangs, or is cut off."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from serving.groups import DETERMINISTIC, Question, bits, shape_for, some
+from serving.network_namespaces import Host, Unavailable, two_hosts
 from serving.server import (
+    LOOPBACK,
     SLEEP_ON_IDLE,
     TAILS,
     Server,
@@ -49,16 +51,19 @@ TIMED_OUT = ("Timed out waiting",)
 
 
 @contextmanager
-def two_nodes(model: Path, folder: Path, *flags: str) -> Iterator[tuple[Server, Any]]:
-    """Yield the first node's server and the second node's process."""
+def two_nodes(
+    model: Path, folder: Path, *flags: str, hosts: tuple[Host | None, Host | None] = (None, None)
+) -> Iterator[tuple[Server, Any]]:
+    """Yield the first node's server and the second node's process; the nodes are on this host, or on others."""
     folder.mkdir()
-    nodes = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--node-rank")
+    address = LOOPBACK if hosts[0] is None else hosts[0].address
+    nodes = ("--nnodes", "2", "--dist-init-addr", f"{address}:{free_port()}", "--node-rank")
     env = TAILS | {"GLOO_SOCKET_IFNAME": "lo", FOLDER_VARIABLE: str(folder / "files")}
-    other, _ = start(model, folder / "log1", (*flags, *nodes, "1"), env, from_command=False)
+    other, _ = start(model, folder / "log1", (*flags, *nodes, "1"), env, from_command=False, host=hosts[1])
     try:
         # With groups each launch looks whether the first node's ports are free; on hosts of their own they are.
-        wait_until(lambda: "server_args=" in (folder / "log1").read_text())
-        with running_server(model, folder / "log0", *flags, *nodes, "0", env=env) as server:
+        wait_until(lambda: hosts[1] is not None or "server_args=" in (folder / "log1").read_text())
+        with running_server(model, folder / "log0", *flags, *nodes, "0", env=env, host=hosts[0]) as server:
             yield server, other
     finally:
         stop(other)
@@ -126,6 +131,42 @@ def test_a_node_that_stops_answering(kind: str, frozen: int, tmp_path: Path) -> 
         if frozen == 1:
             with pytest.raises((requests.RequestException, AssertionError)):
                 under_way.result(MOST_SECONDS)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(two_hosts())
+        except Unavailable as error:
+            pytest.skip(f"needs network namespaces, which root makes: {error}")
+        yield made
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """In the middle of a request. No packet arrives any more, and nobody says so: both nodes end after
+    `--dist-timeout`, with a reason, and the client, whom the first node still reaches, gets an error."""
+    write_checkpoint(tmp_path / "model", shape_for("plain", 4))
+    seconds = 2 * TIMEOUT_S  # the nodes, each with its imports, also wait so long for each other's start
+    flags = (*FLAGS, *KINDS["tp"], "--dist-timeout", str(seconds))
+    nodes = two_nodes(tmp_path / "model", tmp_path / "nodes", *flags, hosts=hosts)
+    with nodes as (server, other), ThreadPoolExecutor(1) as pool:
+        assert server.is_alive()
+        under_way = pool.submit(Question(tuple(some(1, 40)), 3000).ask, server, None)
+        wait_until(lambda: running(server) == 1)
+        hosts[1].cut_cable()
+        assert not under_way.done(), "in the middle of the request"
+        ends = time.monotonic() + seconds + MOST_SECONDS
+        for number, node in enumerate((server.process, other)):
+            assert_it_ends(node, tmp_path / "nodes" / f"log{number}", TIMED_OUT, ends - time.monotonic())
+        with pytest.raises((requests.RequestException, AssertionError)):
+            under_way.result(MOST_SECONDS)
+
+
+def running(server: Server) -> int:
+    """Return the number of requests that the server decodes."""
+    return sum(load["num_running_reqs"] for load in requests.get(f"{server.url}/v1/loads", timeout=60).json()["loads"])
 
 
 def assert_it_ends(node: Any, log: Path, signs: tuple[str, ...] = CLOSED, seconds: float = MOST_SECONDS) -> None:

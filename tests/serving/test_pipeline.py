@@ -303,6 +303,8 @@ def test_replayed_graphs_of_both_stages(tmp_path: Path) -> None:
         ("forget", "free tails on the device: "),
         ("drop", "requests"),  # in the batch, or that wait, or other ones: it depends on what arrived when
         ("skip", "requests|kind of the batch"),
+        ("abort", "requests in it|kind of the batch"),
+        ("flush", "free tokens of the pool: .*tokens that may be evicted: 0 here"),
     ],
 )
 def test_a_stage_that_decides_otherwise_is_named(fault: str, named: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ KINDS = {
     "groups": ("--tp-size", "2", "--attn-dp-size", "2", "--chunked-prefill-size", "1024"),
 }
 TIMEOUT_S = 300
+HEALTH_CHECK_S = 10
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def server(
     request: pytest.FixtureRequest, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("ranks") / "log"
-    with running_server(models[0], log, *FLAGS, *KINDS[request.param], env=TAILS) as running:
+    env = TAILS | {"SGLANG_HEALTH_CHECK_TIMEOUT": str(HEALTH_CHECK_S)}
+    with running_server(models[0], log, *FLAGS, *KINDS[request.param], env=env) as running:
         yield running
 
 
@@ -140,6 +142,43 @@ def test_a_rank_that_keeps_its_weights_makes_all_keep_them(
         assert found[0] == found[1] and (found == before) == (folder == old)
 
 
+def test_health_checks_go_to_the_ranks_in_turn(server: Server, request: pytest.FixtureRequest) -> None:
+    """With idle ranks, and with a busy one; a rank that hangs is found by one of two checks. Groups compute together:
+    there no check ends while a rank hangs. The prefix of a conversation is found afterwards as before."""
+    flush(server)
+    question = Question(tuple(some(90, 600)), 4)
+    cold = bits(question.ask(server, 1))
+    assert [health(server) for _ in range(3)] == [200] * 3
+    thread = begin(server, 0)
+    try:
+        assert [health(server) for _ in range(3)] == [200] * 3
+    finally:
+        end(server, thread)
+    hanging = schedulers(server)[-1]
+    hanging.suspend()
+    try:
+        found = sorted(health(server) for _ in range(2))
+    finally:
+        hanging.resume()
+    groups = request.node.callspec.params["server"] == "groups"
+    assert found == ([503, 503] if groups else [200, 503])
+    assert [health(server) for _ in range(2)] == [200] * 2
+    answer = question.ask(server, None)
+    assert (answer["meta_info"]["dp_rank"], answer["meta_info"]["cached_tokens"]) == (1, 512)
+    assert bits(answer) == cold
+
+
+def health(server: Server) -> int:
+    return requests.get(f"{server.url}/health_generate", timeout=4 * HEALTH_CHECK_S).status_code
+
+
+def schedulers(server: Server) -> list[psutil.Process]:
+    """Return the processes of the ranks, by rank: their titles end with its number."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    titles = {" ".join(child.cmdline()): child for child in children}
+    return [titles[title] for title in sorted(titles) if title.startswith("sglang::scheduler")]
+
+
 def test_replicas_take_no_tensors(server: Server, request: pytest.FixtureRequest) -> None:
     """SGLang's answer was a 500, or an update that one replica might end without the other."""
     if request.node.callspec.params["server"] == "groups":
@@ -171,9 +210,7 @@ def test_a_replica_that_is_killed_ends_the_server(models: tuple[Path, Path], tmp
             thread.start()
         wait_until(lambda: requests.get(f"{running.url}/health_generate", timeout=60).status_code == 200)
         children = psutil.Process(running.process.pid).children(recursive=True)
-        titles = {" ".join(child.cmdline()): child for child in children}  # they end with a rank's number
-        killed = titles[max(title for title in titles if title.startswith("sglang::scheduler"))]
-        killed.kill()
+        schedulers(running)[-1].kill()
         wait_until(lambda: running.process.poll() is not None, 120)
         for thread in threads:
             thread.join(60)

@@ -13,6 +13,7 @@ from sglang_dsv4 import doctor
 from sglang_dsv4.cache.pool_plan import PoolPlan
 from sglang_dsv4.cache.tail_options import HostOptions, TailOptions
 from sglang_dsv4.cpu.random_checkpoint import PRESETS, hf_config
+from sglang_dsv4.weights import rank_bytes
 
 
 @pytest.fixture
@@ -93,6 +94,55 @@ def test_the_plan_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str])
     assert each[0] + each[1] == each[2]
     assert doctor.main([str(model), *sizes, "--stages", str(layers + 1)]) == 1
     assert f"expected 1 to {layers} stages" in capsys.readouterr().err
+
+
+def test_the_plan_of_several_gpus_has_drafts_and_slots_of_requests_in_transfer(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each costs tokens. A draft's weights are divided as the model's."""
+
+    def tokens(*options: str) -> list[int]:
+        assert doctor.main([str(model), "--gpus", "2", "--gpu-memory", "8", "--rows", "fp8", *options]) == 0
+        rows = capsys.readouterr().out.split("--attn-dp-size", 1)[1].splitlines()[1:]
+        return [int(row.split()[-1].replace(",", "")) for row in rows]
+
+    drafts, no_slots, slots = ("--draft-tokens", "4"), ("--decode-extra-slots", "0"), ("--decode-extra-slots", "64")
+    with_both = tokens(*drafts, *slots)
+    for fewer, more in (
+        (tokens(*drafts), tokens()),
+        (tokens(*slots), tokens(*no_slots)),
+        (with_both, tokens(*slots)),
+        (with_both, tokens(*drafts, *no_slots)),
+    ):
+        assert all(one < other for one, other in zip(fewer, more, strict=True)), (fewer, more)
+    config = doctor.config_of(model)
+    for topology in rank_bytes.topologies(config, 2):
+        names = {
+            "mtp.0.e_proj.weight": "none",
+            "mtp.0.attn.wq_b.weight": "group",
+            "mtp.0.ffn.experts.0.w1.weight": "all",
+        }
+        assert all(rank_bytes.sharing(name) == shared for name, shared in names.items())
+        with_draft = rank_bytes.bytes_of_a_rank(config, topology, "fp8", draft=True)
+        assert with_draft > rank_bytes.bytes_of_a_rank(config, topology, "fp8")
+
+
+@pytest.mark.parametrize("option", [("--draft-tokens", "4"), ("--decode-extra-slots", "8")])
+def test_stages_have_neither_drafts_nor_transfers(
+    model: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        doctor.main([str(model), "--stages", "2", *option])
+    assert "neither a server that drafts nor a decode server has stages" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_draft_is_a_sentence(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config |= {"num_nextn_predict_layers": 0, "compress_ratios": config["compress_ratios"][:layers]}
+    (model / "config.json").write_text(json.dumps(config))
+    assert doctor.main([str(model), "--draft-tokens", "4"]) == 1
+    assert "has no draft: leave out --draft-tokens" in capsys.readouterr().err
 
 
 def test_a_missing_server_or_model_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,9 @@ _POOLS = "a pool says what it transfers, and how a request is copied to the host
 DISAGGREGATION = (
     Hook(f"{_SGLANG}.utils.setup_state_kv_args", Kind.AROUND, Process.SCHEDULER, f"{_OURS}.buffers:list_rings",
          "rings travel as request rows, a draft's too; SGLang asks for pages of window rows", _POOLS),
+    Hook(f"{_SGLANG}.common.conn.CommonKVSender._record_transfer_indices", Kind.AROUND, Process.SCHEDULER,
+         f"{_OURS}.buffers:count_rings_once", "with a draft SGLang counts the bytes of all rings twice",
+         "SGLang multiplies each component's slots by its own bytes"),
     Hook(f"{_SGLANG}.decode.DecodePreallocQueue._ensure_prefill_info", Kind.AROUND, Process.SCHEDULER,
          f"{_OURS}.decode_side:refuse_other_prefills",
          "requests of a prefill server with other pools end with what differs; SGLang's decode server ends itself",

@@ -22,6 +22,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "EAGLE": (*drafting_flags("EAGLE"), *DETERMINISTIC),
     "DSPARK": (*drafting_flags("DSPARK"), *DETERMINISTIC),
     "tiers": (*HOST_TIERS, *DETERMINISTIC),
+    "tiers-fp8": ("--kv-cache-dtype", "fp8_e4m3", *HOST_TIERS, *DETERMINISTIC),
+    "tiers-EAGLE": (*drafting_flags("EAGLE"), *HOST_TIERS, *DETERMINISTIC),
+    "tiers-DSPARK": (*drafting_flags("DSPARK"), *HOST_TIERS, *DETERMINISTIC),
     "crowded": ("--enable-mixed-chunk", *DETERMINISTIC),
     "crowded-EAGLE": (*drafting_flags("EAGLE"), *DETERMINISTIC),
 }
@@ -33,6 +36,11 @@ def is_crowded(kind: str) -> bool:
     return kind.startswith("crowded")
 
 
+def has_tiers(kind: str) -> bool:
+    """Whether prefixes are stored in host memory and files, too."""
+    return kind.startswith("tiers")
+
+
 def environment(kind: str) -> dict[str, str]:
     """Return the environment of a server in addition to others."""
     return RETRACTING if is_crowded(kind) else {}
@@ -40,7 +48,7 @@ def environment(kind: str) -> dict[str, str]:
 
 def algorithm(kind: str) -> str | None:
     """Return the algorithm by which a kind of server drafts."""
-    name = kind.removeprefix("crowded-")
+    name = kind.rpartition("-")[2]
     return name if name in ALGORITHMS else None
 
 
@@ -85,6 +93,7 @@ class Question:
 
 
 DRAWN = {"temperature": 0.8, "sampling_seed": 7, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+LONG = Question(tuple(some(30, 1100)), 6)
 QUESTIONS = (
     Question(tuple(some(1, 5)), 12),
     Question(tuple(some(2, 300)), 5),

@@ -1,7 +1,8 @@
 """A stage of a pipeline that decides otherwise, as a plugin of SGLang in a server's processes.
 
 The last stage does what the file `PLANTED_STAGE` says, once, before it plans the next batch: `evict` (a page of the
-tree), `forget` (a tail), `drop` (the first waiting request) or `skip` (a round without a batch).
+tree), `forget` (a tail), `drop` (the first waiting request), `abort` (a running request), `flush` (the cache, once this
+stage is idle) or `skip` (a round without a batch).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def setup() -> None:
 def otherwise(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Plan the next batch, after the fault or with it."""
     import msgspec
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     file = Path(os.environ[VARIABLE])
@@ -50,6 +52,13 @@ def otherwise(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if not scheduler.waiting_queue:
             return original(scheduler, *args, **kwargs)
         scheduler.waiting_queue.pop(0)
+    elif fault == "abort":
+        running = [req for req in scheduler.collect_inflight_reqs() if req.output_ids and not req.finished()]
+        if not running:
+            return original(scheduler, *args, **kwargs)
+        scheduler.abort_request(AbortReq(rid=running[0].rid))
+    elif fault == "flush" and not scheduler.flush_cache():
+        return original(scheduler, *args, **kwargs)
     plan = original(scheduler, *args, **kwargs)
     if fault == "skip":
         if plan.batch_to_run is None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from serving import transfer_rooms
+from serving import held_resources
 from serving.pair import ENV, HOST, words_of
 from serving.server import READY_TIMEOUT_S, TAILS, Server, free_port, is_ready, start, stop, wait_until
 
@@ -48,7 +48,7 @@ class Sides:
 
     def __init__(self, stack: ExitStack, checkpoint: Path, folder: Path, flags: tuple[str, ...]) -> None:
         self._stack, self._checkpoint, self._folder, self._flags = stack, checkpoint, folder, flags
-        self._env = ENV | TAILS | PATIENCE | transfer_rooms.install(folder / "rooms")
+        self._env = ENV | TAILS | PATIENCE | held_resources.install(folder / "held")
         self._bootstrap, self._starts = free_port(), itertools.count()
         self._ports = {"prefill": free_port(), "decode": free_port()}
         self.servers: dict[str, Server] = {}
@@ -68,7 +68,7 @@ class Sides:
 
     def held(self) -> dict[str, dict[str, int]]:
         """Return what each side holds for requests, by name."""
-        return {side: transfer_rooms.counts(self._folder / "rooms", side) for side in self._ports}
+        return {side: held_resources.counts(self._folder / "held", side) for side in self._ports}
 
     def _start_router(self) -> str:
         port, log = free_port(), (self._folder / "router").open("wb")

@@ -18,6 +18,7 @@ from typing import Any
 import openai
 import requests
 import torch
+from serving.network_namespaces import CABLE, Host
 from serving.preloaded import Preloaded, Started
 
 READY_TIMEOUT_S = 300  # a loaded machine; the time that start-up took is printed and judged by one test
@@ -31,6 +32,7 @@ MAX_RUNNING = 16
 TAILS = {"SGLANG_DSV4_TAIL_SLOTS": "9", "SGLANG_DSV4_TAIL_HOST_SLOTS": "40", "SGLANG_DSV4_TAIL_INTERVAL": "512"}
 # An idle server polls for requests without pause otherwise, and takes a core from the tests that run at the same time.
 SLEEP_ON_IDLE = "--sleep-on-idle"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Server:
     log_path: Path
     process: subprocess.Popen[bytes] | Started
     ready_s: float
+    address: str = LOOPBACK
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     @property
     def log(self) -> str:
@@ -108,16 +111,25 @@ def preloaded() -> Preloaded:
 
 
 def start(
-    checkpoint: Path, log_path: Path, flags: tuple[str, ...], env: dict[str, str], from_command: bool
+    checkpoint: Path,
+    log_path: Path,
+    flags: tuple[str, ...],
+    env: dict[str, str],
+    from_command: bool,
+    host: Host | None = None,
 ) -> tuple[subprocess.Popen | Started, int]:
+    """Start a server, on this machine or on a host; return its process and its port."""
     port = free_port()
     argv = ["--model-path", str(checkpoint), "--port", str(port), *flags]
+    if host is not None:
+        argv += ["--host", host.address]
+        env = env | {"SGLANG_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": CABLE}
     paths = (env.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))  # the session's has `strict_bookkeeping`
     env = {**os.environ, **ENV, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # The kernels' packages look for a GPU while they are imported, and CUDA's state does not survive a fork.
-    if not from_command and not torch.cuda.is_available() and preloaded().may_start(env):
+    if host is None and not from_command and not torch.cuda.is_available() and preloaded().may_start(env):
         return preloaded().start(argv, env, log_path), port
-    command = [sys.executable, "-m", "sglang.launch_server", *argv]
+    command = [*(host.command if host else ()), sys.executable, "-m", "sglang.launch_server", *argv]
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     return process, port
@@ -132,9 +144,9 @@ def stop(process: subprocess.Popen | Started) -> None:
     process.wait()
 
 
-def is_ready(port: int) -> bool:
+def is_ready(port: int, address: str = LOOPBACK) -> bool:
     try:
-        return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+        return requests.get(f"http://{address}:{port}/health", timeout=5).status_code == 200
     except requests.RequestException:
         return False
 
@@ -154,22 +166,30 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = READY_TIMEOUT_S) ->
 
 @contextmanager
 def running_server(
-    checkpoint: Path, log_path: Path, *flags: str, env: dict[str, str] | None = None, from_command: bool = False
+    checkpoint: Path,
+    log_path: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    from_command: bool = False,
+    host: Host | None = None,
 ) -> Iterator[Server]:
     """Start a server, yield it once it answers, and stop it. Its log is shown if it does not start.
 
-    `from_command`: start it as a user does, which takes longer (see `serving.preloaded`).
+    Args:
+        from_command: start it as a user does, which takes longer (see `serving.preloaded`).
+        host: the network namespace that it runs in; None: this process's.
     """
     begin = time.monotonic()
-    process, port = start(checkpoint, log_path, flags, env or {}, from_command)
+    address = LOOPBACK if host is None else host.address
+    process, port = start(checkpoint, log_path, flags, env or {}, from_command, host)
     try:
-        while not is_ready(port):
+        while not is_ready(port, address):
             waited = time.monotonic() - begin
             assert process.poll() is None and waited < READY_TIMEOUT_S, (
                 f"server not ready after {waited:.0f} s, exit status {process.poll()}:\n{log_path.read_text()[-6000:]}"
             )
             time.sleep(0.5)
-        yield Server(port, log_path, process, time.monotonic() - begin)
+        yield Server(port, log_path, process, time.monotonic() - begin, address)
     finally:
         stop(process)
 

@@ -103,6 +103,22 @@ def test_a_prefix_without_window_rows(is_draft: bool) -> None:
         engine.backend.tails.before_forward(HostBatch([slot], [256], [4], is_prefill=True))
 
 
+def test_padding_requests_of_a_dspark_step_have_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group verifies one request, padded to another group's two: SGLang pads request slots and lengths, but not the
+    committed lengths that it keeps beside DSpark's. It ended a server with host memory, which knows them."""
+    engine = Engine(DRAFT, Sequences(DRAFT, 320))
+    engine.forward(ForwardMode.EXTEND, [(0, 255)])
+    batch = engine.batch(ForwardMode.TARGET_VERIFY, [(0, 4)])
+    batch.spec_info.live_seq_lens_cpu = torch.tensor([255])
+    batch.req_pool_indices_cpu = torch.tensor([engine.slot[0], 0])
+    batch.seq_lens_cpu = torch.tensor([259, 1])
+    found: list[HostBatch] = []
+    tails = SimpleNamespace(keeps_nothing=False, before_forward=found.append)
+    monkeypatch.setattr(engine.backend, "tails", tails)
+    engine.backend.init_forward_metadata(batch)
+    assert [(one.slots, one.begins, one.counts) for one in found] == [([engine.slot[0]], [255], [4])]
+
+
 def test_another_pool_is_refused() -> None:
     """SGLang continues if a plugin's hook fails; our backend must not, with SGLang's pool."""
     with pytest.raises(TypeError, match=r"needs sglang-dsv4's KV pool, found .*SimpleNamespace: is the"):

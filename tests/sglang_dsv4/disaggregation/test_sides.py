@@ -13,7 +13,8 @@ import requests
 import torch
 from cache.host_waits import NoWaiting, OnDevice
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.base.conn import KVTransferMetric
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 from sglang.srt.disaggregation.utils import TransferBackend
@@ -113,6 +114,26 @@ def test_a_prefill_server_with_other_pools_is_refused_by_name(monkeypatch: pytes
 
 def test_another_page_size_is_refused_with_sglangs_words() -> None:
     assert decode_side.explain("Page size mismatch: 64, 256") == "Page size mismatch: 64, 256"
+
+
+@pytest.mark.parametrize("components", [(5,), (5, 7)], ids=["target", "and a draft"])
+def test_the_bytes_of_all_rings_are_counted_once(components: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang multiplies the slots of both components by the bytes of both. Two decode ranks receive the copies."""
+    monkeypatch.setattr(buffers, "live_parts", lambda: object())
+    sender = CommonKVSender.__new__(CommonKVSender)
+    sender._transfer_num_kv_indices = sender._transfer_num_state_indices = 0
+    sender._transfer_metric = KVTransferMetric()
+    sender.kv_mgr = SimpleNamespace(
+        kv_item_lens_sum=100,
+        state_item_lens_sum=sum(components),
+        kv_args=SimpleNamespace(state_item_lens=[[size] for size in components]),
+        get_kv_replica_factor=lambda: 2,
+    )
+    record = unwrap(CommonKVSender._record_transfer_indices)
+    for pages, slots in (([3, 4], None), ([5], [[9] for _ in components])):  # rings travel with the last chunk
+        buffers.count_rings_once(record, sender, pages, slots)
+    metric = unwrap(CommonKVSender.get_transfer_metric)(sender)
+    assert metric.transfer_total_bytes == 2 * (3 * 100 + sum(components))
 
 
 # ---- retraction, early sends, packed pages

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.data_parallel_controller import DataParallelController
+from sglang.srt.managers.data_parallel_controller import DataParallelController, LoadBalanceMethod
 from sglang.srt.managers.load_snapshot import LoadSnapshot
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from dsv4_radix_cache.pages import PAGE_TOKENS
 from sglang_dsv4 import env
@@ -172,9 +175,13 @@ def send(controller: Any, tokens: list[int] | None, rank: int | None = None, ses
     request = SimpleNamespace(
         input_ids=tokens, extra_key=None, cache_salt=None, routed_dp_rank=rank, session_params=turn
     )
-    original = getattr(DataParallelController.round_robin_scheduler, "__wrapped__", None)
-    rank_choice.dispatch(original or DataParallelController.round_robin_scheduler, controller, request)
+    rank_choice.dispatch(sglangs_round_robin(), controller, request)
     return controller.sent[-1]
+
+
+def sglangs_round_robin() -> Callable[..., None]:
+    hooked = DataParallelController.round_robin_scheduler
+    return getattr(hooked, "__wrapped__", hooked)
 
 
 def test_the_controller_sends_to_the_chosen_rank(controller: Any) -> None:
@@ -221,6 +228,39 @@ def test_a_dead_rank_gets_nothing(controller: Any) -> None:
     controller.status[2] = False
     with pytest.raises(RuntimeError, match="unavailable"):
         send(controller, prompt(0, 600))
+
+
+def test_health_checks_go_round_all_ranks_and_leave_the_choice_alone(controller: Any) -> None:
+    """Through the function of SGLang that tells them from requests; a check counts neither as load nor as a prefix."""
+    controller.dispatching = partial(rank_choice.dispatch, sglangs_round_robin(), controller)
+    assert send(controller, prompt(0, 700), 1) == "w1"
+    choice = rank_choice._choices[controller]
+
+    def state() -> list[tuple[float, int, int]]:
+        return [(load.tokens, len(load.handed_out), choice.index.stored(i)) for i, load in enumerate(choice.loads)]
+
+    before = state()
+    controller.refresh_load_budget_on_dispatch, controller.health_round_robin_counter = False, 0
+    controller.load_balance_method = LoadBalanceMethod.ROUND_ROBIN
+    for number in range(6):
+        check = io_struct.TokenizedGenerateReqInput(
+            rid=f"{HEALTH_CHECK_RID_PREFIX}_{number}",
+            input_text="",
+            input_ids=array("q", [0]),
+            input_embeds=None,
+            token_type_ids=None,
+            mm_inputs=None,
+            sampling_params=SamplingParams(max_new_tokens=1),
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+        controller.dispatching_with_trace(check)
+    assert controller.sent[1:] == ["w0", "w1", "w2"] * 2
+    assert state() == before
+    assert send(controller, prompt(0, 900)) == "w1"
 
 
 @pytest.mark.parametrize("how", ["switch", "no prefix cache", "another model"])

@@ -1,7 +1,8 @@
-"""Counts of what a prefill or decode server holds for requests: rooms, slots, pages and queues, in a file.
+"""Counts of what a server holds for requests: slots, pages, tails and queues, in a file; rooms on a prefill or decode
+server.
 
 In a server's schedulers this module is a plugin of SGLang, found through PYTHONPATH. Each rank writes its counts twice
-a second to the file that PYTEST_TRANSFER_ROOMS names, with the side in place of {side} and its numbers of {rank}.
+a second to the file that PYTEST_HELD_RESOURCES names, with the side in place of {side} and its numbers of {rank}.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-FILE = "PYTEST_TRANSFER_ROOMS"
+FILE = "PYTEST_HELD_RESOURCES"
 PERIOD_S = 0.5
-ENTRY_POINT = "[sglang.srt.plugins]\ntransfer_rooms = transfer_rooms:setup\n"
+WHOLE = "null"
+"""The side of a server that does both prefill and decode: SGLang's value of --disaggregation-mode."""
+ENTRY_POINT = "[sglang.srt.plugins]\nheld_resources = held_resources:setup\n"
 TABLES = (
     *("request_status", "failure_records", "_deferred_ack_targets"),
     *("transfer_infos", "req_to_decode_prefix_len"),
@@ -28,16 +31,17 @@ has failed half-way, in `_deferred_ack_poisoned_rooms`.)"""
 
 def install(folder: Path) -> dict[str, str]:
     """Write a distribution with this plugin into `folder`; returns the environment of servers that load it."""
-    info = folder / "transfer_rooms-1.dist-info"
+    info = folder / "held_resources-1.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transfer-rooms\nVersion: 1\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: held-resources\nVersion: 1\n")
     (info / "entry_points.txt").write_text(ENTRY_POINT)
-    (folder / "transfer_rooms.py").write_text(Path(__file__).read_text())
+    (folder / "held_resources.py").write_text(Path(__file__).read_text())
     return {"PYTHONPATH": str(folder), FILE: str(folder / "{side}-{rank}.json")}
 
 
 def counts(folder: Path, side: str) -> dict[str, int]:
-    """Return the newest counts of a side, `prefill` or `decode`, that were written after this call: sums over ranks."""
+    """Return the newest counts of a side, `prefill`, `decode` or `WHOLE`, that were written after this call: sums over
+    ranks."""
     begin, sums = time.time(), Counter()
     while time.time() - begin < 60:
         files = list(folder.glob(f"{side}-*.json"))
@@ -58,9 +62,8 @@ def setup() -> None:
 
 
 def begin(result: Any, scheduler: Any) -> None:
-    side = scheduler.disaggregation_mode.value
-    if side != "null":
-        threading.Thread(target=write_always, args=(scheduler, side), name="rooms", daemon=True).start()
+    arguments = (scheduler, scheduler.disaggregation_mode.value)
+    threading.Thread(target=write_always, args=arguments, name="held resources", daemon=True).start()
 
 
 def write_always(scheduler: Any, side: str) -> None:
@@ -73,7 +76,7 @@ def write_always(scheduler: Any, side: str) -> None:
         time.sleep(PERIOD_S)
         try:
             text = json.dumps(measured(scheduler))
-        except RuntimeError:  # a table has changed while it was read
+        except (RuntimeError, KeyError):  # a table has changed while it was read
             continue
         written = file.with_suffix(".new")
         written.write_text(text)
@@ -82,6 +85,18 @@ def write_always(scheduler: Any, side: str) -> None:
 
 def measured(scheduler: Any) -> dict[str, int]:
     """Return what is held, by name; all but what the tree keeps for other requests must be 0 on an idle server."""
+    held = {} if scheduler.disaggregation_mode.value == WHOLE else of_transfers(scheduler)
+    requests, pages = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
+    held["request_slots"] = len(requests.req_to_token) - 1 - requests.available_size()  # slot 0 pads
+    in_tree = scheduler.tree_cache.evictable_size()
+    held["pages"] = (pages.size - pages.available_size() - in_tree) // pages.page_size
+    held["protected_tokens"] = scheduler.tree_cache.protected_size()
+    held["waiting"] = len(scheduler.waiting_queue)
+    return held | of_prefixes(scheduler.tree_cache)
+
+
+def of_transfers(scheduler: Any) -> dict[str, int]:
+    """Return what transfers hold: rooms, queues, rows of metadata."""
     bootstrap, preallocation = scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_decode_prealloc_queue
     manager = (bootstrap or preallocation).kv_manager
     held = {name.strip("_"): len(getattr(manager, name)) for name in TABLES if hasattr(manager, name)}
@@ -95,10 +110,20 @@ def measured(scheduler: Any) -> dict[str, int]:
         held |= {"deferred_releases": len(transfer._deferred_releases)}
     metadata = scheduler.req_to_metadata_buffer_idx_allocator
     held["metadata_rows"] = metadata.size - metadata.available_size()
-    requests, pages = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
-    held["request_slots"] = len(requests.req_to_token) - 1 - requests.available_size()  # slot 0 pads
-    in_tree = scheduler.tree_cache.evictable_size()
-    held["pages"] = (pages.size - pages.available_size() - in_tree) // pages.page_size
-    held["protected_tokens"] = scheduler.tree_cache.protected_size()
-    held["waiting"] = len(scheduler.waiting_queue)
+    return held
+
+
+def of_prefixes(cache: Any) -> dict[str, int]:
+    """Return what the prefix cache holds for requests: tails that no node of the tree has, pins, reads from files."""
+    from dsv4_radix_cache.slots import Holder
+
+    ledger, host, storage, held = cache.ledger, cache.host, cache.storage, {}
+    if ledger is not None:
+        tails = [ledger.store[tail] for tail in list(ledger.store.ids())]
+        held["tails"] = sum(tail.holder is Holder.REQUEST for tail in tails)
+        held |= {"ledger": len(ledger), "pinned_tails": sum(tail.pins for tail in tails)}
+    if host is not None:
+        held["pinned_host_pages"] = sum(page.pins for page in host.pages._pages.values())
+    if storage is not None:
+        held |= {"reads_from_files": storage.fetching, "reserved_host_pages": storage.reserved}
     return held
