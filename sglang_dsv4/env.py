@@ -224,7 +224,7 @@ FOREIGN = (
         "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
         (),
         "0",
-        "read: as the variable before, in turn",
+        "read: in benchmarks experts are dealt to tokens in turn",
         form="0 or 1",
     ),
 )

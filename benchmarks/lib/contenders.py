@@ -96,7 +96,7 @@ PARTS = {
     "prefill_graphs": Part(_OURS, "prefills replay CUDA graphs", ("--cuda-graph-backend-prefill", "breakable")),
     "uniform_experts": Part(
         _BOTH,
-        "tokens have experts drawn uniformly in place of the router's choice, whose dummy weights choose few",
+        "experts drawn uniformly in place of the router's choice, which dummy weights may narrow to few experts",
         env={"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"},
     ),
     "gpu_time": Part(

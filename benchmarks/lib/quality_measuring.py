@@ -393,7 +393,7 @@ def problems(measured: dict[str, Any]) -> list[str]:
             other, most = 1 - one["agreement"], most_other_tokens(1 - one["plain_agreement"], one["positions"])
             if other > most:
                 found.append(f"{name}: {other:.2%} of {kind} have another likeliest token, at most {most:.2%}")
-        if "reference_perplexity" in one:  # as this
+        if "reference_perplexity" in one:  # earlier files and answers lack it
             away = math.log(one["perplexity"] / one["reference_perplexity"])
             furthest = furthest_perplexity(one["bound"], one["plain_moved"], one["positions"])
             if not abs(away) <= furthest:

@@ -321,7 +321,8 @@ SIX_LAYERS = replace(FLASH, layers=(0, 0, 4, 128, 4, 128))
 
 
 def steps() -> Iterator[tuple[str, float, Forward]]:
-    """Yield (name, measured microseconds, forward): busy time of six layers on one GPU; wall time of all on several."""
+    """Yield (name, measured microseconds, forward): busy time of six layers on one GPU; wall time of the whole model on
+    several GPUs."""
     older = {"gate_ahead": False}
     for name in ("serve_ab_torch_2_14_h200", "serve_ab_h200"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
@@ -344,7 +345,7 @@ def steps() -> Iterator[tuple[str, float, Forward]]:
     for name, gpus, of_ours, about, how in (
         ("variants_h200_x4", 4, "ours+our_all_reduce", "each launch alone", alone),
         ("h200_x4", 4, "ours", "as served", older),
-        ("h200_x2", 2, "ours", "as served", {}),
+        ("h200_x2", 2, "ours", "as served", {}),  # comb was balanced by the next boundary there, which has no counts
     ):
         document = json.loads((RESULTS / f"serve_ab_{name}.json").read_text())
         found = {

@@ -177,8 +177,8 @@ class HyperConnection(Products):
     ) -> None:
         """Writes comb of the token that has this CTA's number in the group, in one lane.
 
-        No other thread waits for comb: the mixture needs pre only. The next boundary could balance it while it waits
-        for its own launch to begin; this was slower (docs/log/decode_step.md, 2026-11-28).
+        No other thread waits for comb: the mixture needs pre only. The next boundary could balance it before its
+        wait for the previous launch; that was slower (docs/log/decode_step.md, 2026-11-28).
         """
         token = first + rank
         if (lane == 0) & (rank < self.plan.tokens):

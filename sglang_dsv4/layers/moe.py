@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
     from dsv4_kernels.host.expert_rows import ExpertRows
     from sglang_dsv4.layers.packed_experts import Work
+    from sglang_dsv4.layers.simulated_routing import Deal
 
 
 class Gate(nn.Module):
     """Chooses and weighs a token's experts in fp32: by a learned score, in the first layers by token id, or in a
     benchmark by the row (`simulated_routing`)."""
 
-    def __init__(self, config: Config, hashed: bool) -> None:
+    def __init__(self, config: Config, layer_id: int, hashed: bool) -> None:
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.scale = config.routed_scaling_factor
         self.weight = nn.Parameter(
             torch.empty(config.n_routed_experts, config.hidden_size, dtype=fp32_product_dtype()), requires_grad=False
         )
-        experts = config.n_routed_experts
-        self.deal = simulated_routing.Deal(experts, self.top_k) if simulated_routing.is_on() else None
+        self.deal: Deal | None = None
         self.bias = self.tid2eid = None
         if hashed:
             # SGLang's dummy loader does not fill integers: these ids give all experts equally many tokens.
@@ -59,6 +59,7 @@ class Gate(nn.Module):
             self.tid2eid = nn.Parameter(ids % config.n_routed_experts, requires_grad=False)
         else:
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
+            self.deal = simulated_routing.deal(config.n_routed_experts, self.top_k, layer_id)
 
     def logits(self, x: Tensor) -> Tensor:
         """Every expert's logit [T, E] fp32; `x [T, d]` in the model's dtype."""
@@ -71,10 +72,10 @@ class Gate(nn.Module):
             logits: the result of `logits`.
             input_ids: [T] integer token ids, in [0, vocab_size).
         """
-        if self.deal is not None:
-            return route_hash_logits(logits, self.deal.table, self.deal.rows(len(logits)), self.scale)
         if self.tid2eid is not None:
             return route_hash_logits(logits, self.tid2eid, input_ids, self.scale)
+        if self.deal is not None:
+            return route_hash_logits(logits, self.deal.table, self.deal.rows(len(logits)), self.scale)
         return route_topk_logits(logits, self.bias, self.top_k, self.scale)
 
 
@@ -270,7 +271,7 @@ class MoE(nn.Module):
         super().__init__()
         if not get_moe_a2a_backend().is_none():
             raise ConfigError("moe_a2a_backend", get_moe_a2a_backend().value, "'none'")
-        self.gate = Gate(config, hashed)
+        self.gate = Gate(config, layer_id, hashed)
         self.experts: ReferenceExperts | PackedExperts | FusedExperts
         if builds_on_cpu():
             self.experts = ReferenceExperts(config)

@@ -1,14 +1,16 @@
 """Experts that are dealt to tokens in place of the router's choice, for benchmarks with dummy weights.
 
-A router of dummy weights sends tokens whose vectors are alike to the same experts, so that a forward reads fewer
-weights than with a trained router, which spreads tokens over all experts. Two variables of SGLang replace the choice in
-all its models, and so here. They are for speed alone: answers mean nothing.
+A router of dummy weights may send tokens whose vectors are alike to the same few experts, so that a forward reads fewer
+weights than with a trained router. Two variables of SGLang replace the router's choice. They are for measurements of
+speed: answers mean nothing.
 
     SGLANG_SIMULATE_UNIFORM_EXPERTS        each token has k different experts, drawn uniformly
-    SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS    tokens are dealt to the ranks' experts in turn
+    SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS    pairs of token and expert are dealt to the ranks in turn, and on a rank
+                                           to its experts in turn
 
-A token's experts depend on its row in the forward, by the kernel that hash layers use for a token's id. So a layer has
-as many launches as a hash layer. The weights are those of the logits, as in hash layers.
+A token's experts depend on the layer and on its row in the forward, by the kernel that hash layers use for a token's
+id, so that a layer has as many launches as a hash layer. As in SGLang, hash layers keep their experts. Unlike in
+SGLang, where a token's weights are equal, they are computed from the logits.
 """
 
 from __future__ import annotations
@@ -31,8 +33,39 @@ MOST_TOKENS = 1 << 20
 """The most tokens of a forward."""
 
 
-def is_on() -> bool:
-    """Whether experts are dealt.
+class Deal:
+    """Experts of the rows of a layer's forwards.
+
+    Args:
+        num_experts: E.
+        top_k: k, different experts a token.
+        layer_id: number of the decoder layer.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, layer_id: int) -> None:
+        parallel = get_parallel()
+        # With an exchange of rows each group routes its own tokens, which should not have the other groups' experts.
+        shard, shards = (parallel.attn_dp_rank, parallel.attn_dp_size) if row_exchange.is_on() else (0, 1)
+        if envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get():
+            table = _uniform(num_experts, top_k, seed=layer_id * shards + shard)
+        else:
+            ranks = parallel.moe_ep_size
+            first = layer_id + shard * max(ranks, shards) // shards + shard * ranks
+            table = _in_turn(num_experts, top_k, ranks, first)
+        self.table = table.to(torch.get_default_device())
+        """[ROWS, k] int32."""
+        self._rows = _row_numbers(torch.get_default_device())
+
+    def rows(self, tokens: int) -> Tensor:
+        """The rows of `table` of a forward's tokens, [T] int64."""
+        return self._rows[:tokens]
+
+
+def deal(num_experts: int, top_k: int, layer_id: int) -> Deal | None:
+    """The deal of a layer; None if the router chooses.
+
+    Args:
+        num_experts, top_k, layer_id: as for `Deal`.
 
     Raises:
         ValueError: both variables are set.
@@ -45,48 +78,29 @@ def is_on() -> bool:
             "SGLANG_SIMULATE_UNIFORM_EXPERTS and SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS are both set; expected one. "
             "Unset one of them"
         )
-    return uniform or in_turn
-
-
-class Deal:
-    """The experts that a row of a forward gets.
-
-    Args:
-        num_experts: E.
-        top_k: k, different experts a token.
-    """
-
-    def __init__(self, num_experts: int, top_k: int) -> None:
-        parallel = get_parallel()
-        uniform = envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get()
-        # With an exchange of rows each group routes its own tokens, which should not have the others' experts.
-        shard, shards = (parallel.attn_dp_rank, parallel.attn_dp_size) if row_exchange.is_on() else (0, 1)
-        device = torch.get_default_device()
-        made = _uniform(num_experts, top_k) if uniform else _in_turn(num_experts, top_k, parallel.moe_ep_size)
-        self.table = made.roll(-(shard * ROWS // shards), 0).to(device)
-        """[ROWS, k] int32."""
-        self._rows = _numbers(device)
-
-    def rows(self, tokens: int) -> Tensor:
-        """The rows of `table` of a forward's tokens, [T] int64."""
-        return self._rows[:tokens]
+    if not uniform and not in_turn:
+        return None
+    _warn()
+    return Deal(num_experts, top_k, layer_id)
 
 
 @functools.cache
-def _uniform(num_experts: int, top_k: int) -> Tensor:
-    logger.warning("SGLANG_SIMULATE_UNIFORM_EXPERTS: experts are drawn, not chosen; answers mean nothing")
-    generator = torch.Generator(device="cpu").manual_seed(0)
+def _warn() -> None:
+    """Warn once that experts are dealt."""
+    logger.warning("SGLANG_SIMULATE_*_EXPERTS: experts are dealt to tokens, not chosen; answers mean nothing")
+
+
+def _uniform(num_experts: int, top_k: int, seed: int) -> Tensor:
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.rand(ROWS, num_experts, generator=generator, device="cpu").topk(top_k, 1).indices.int()
 
 
-@functools.cache
-def _in_turn(num_experts: int, top_k: int, ranks: int) -> Tensor:
-    logger.warning("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS: experts are dealt in turn, not chosen; answers mean nothing")
-    slots = torch.arange(ROWS * top_k, device="cpu")
-    experts = slots % ranks * (num_experts // ranks) + slots // ranks % (num_experts // ranks)
-    return experts.view(ROWS, top_k).int()
+def _in_turn(num_experts: int, top_k: int, ranks: int, first: int) -> Tensor:
+    slots = torch.arange(first, first + ROWS * top_k, device="cpu")
+    of_rank = num_experts // ranks
+    return (slots % ranks * of_rank + slots // ranks % of_rank).view(ROWS, top_k).int()
 
 
 @functools.cache
-def _numbers(device: torch.device) -> Tensor:
+def _row_numbers(device: torch.device) -> Tensor:
     return torch.arange(MOST_TOKENS, device=device) % ROWS

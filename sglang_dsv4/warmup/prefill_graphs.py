@@ -127,7 +127,8 @@ class PrefillGraphs:
         self._replays[size]()
         if size not in self._replayed:
             self._replayed.add(size)
-            logger.info("first replay of the CUDA graphs of prefills of %d tokens, by %d tokens", size, tokens)
+            if get_parallel().tp_rank == 0:
+                logger.info("first replay of the CUDA graphs of %d tokens, for a batch of %d", size, tokens)
         return self._outputs.first(tokens)
 
 

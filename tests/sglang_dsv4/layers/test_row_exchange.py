@@ -57,7 +57,7 @@ def layer(dtype: torch.dtype, hashed: bool, ranks: int = 1, rank: int = 0) -> Mo
     generator = torch.Generator().manual_seed(7)
     made = MoE.__new__(MoE)
     nn.Module.__init__(made)
-    made.tp_size, made.shared_experts, made.gate = ranks, OwnExpert(), Gate(CONFIG, hashed)
+    made.tp_size, made.shared_experts, made.gate = ranks, OwnExpert(), Gate(CONFIG, 0, hashed)
     made.gate.weight.data.normal_(generator=generator)
     if hashed:
         made.gate.tid2eid.copy_(

@@ -140,10 +140,12 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def test_replays_have_the_bits_of_forwards_without_graphs(
-    run: Run, direct: list[torch.Tensor], graphs: PrefillGraphs
+    run: Run, direct: list[torch.Tensor], graphs: PrefillGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with mock.patch.object(graphs, "replay", wraps=graphs.replay) as replay:
+    with mock.patch.object(graphs, "replay", wraps=graphs.replay) as replay, caplog.at_level("INFO"):
         assert same(run(), direct)
+    said = [record.args[0] for record in caplog.records if "first replay of the CUDA graphs" in record.msg]
+    assert sorted(said) == [48, 96, 160]  # each size once
     tokens = [len(call.args[1]) for call in replay.call_args_list]
     assert {graphs.size_of(count) for count in tokens} == {48, 96, 160}
     assert 0 < len([count for count in tokens if graphs.size_of(count) == count]) < len(tokens)
