@@ -96,9 +96,9 @@ def _uniform(num_experts: int, top_k: int, seed: int) -> Tensor:
 
 
 def _in_turn(num_experts: int, top_k: int, ranks: int, first: int) -> Tensor:
+    order = torch.arange(num_experts, device="cpu").view(ranks, -1).t().flatten()
     slots = torch.arange(first, first + ROWS * top_k, device="cpu")
-    of_rank = num_experts // ranks
-    return (slots % ranks * of_rank + slots // ranks % of_rank).view(ROWS, top_k).int()
+    return order[slots % num_experts].view(ROWS, top_k).int()
 
 
 @functools.cache
